@@ -1,7 +1,7 @@
-"""Faults on order: what a test, or a soak run, wants a memory tier to do wrong.
+"""Injected faults: the failures that a test or a soak run wants from a memory tier.
 
-A ``FaultScript`` has one ``OperationFaults`` for each operation. From the
-configuration it is a mapping of the same names, keys in hex:
+A ``FaultScript`` has one ``OperationFaults`` for each operation. In the
+configuration it is a mapping with the same names, keys in hex:
 
     {"type": "memory", "capacity_bytes": 1048576,
      "faults": {"load": {"delay_s": 0.5, "corrupt_every": 3}, "store": {"hang": true}}}
@@ -24,7 +24,7 @@ OPERATIONS: Final = ("probe", "load", "store", "remove")
 
 @dataclass
 class OperationFaults:
-    """What goes wrong with one operation. May be changed while the tier runs.
+    """Faults of one operation. May be changed while the tier runs.
 
     A block is hit if its key is in ``keys`` or its number, counted over the
     backend's life, is a multiple of the ``..._every`` in question (0: none).
@@ -51,13 +51,13 @@ class OperationFaults:
     _blocks: int = field(default=0, init=False)
 
     def next_call(self) -> bool:
-        """Count one call, and tell whether it is one of those to be hit."""
+        """Count one call, and return whether it is to be hit."""
         self._calls += 1
         hit = self._calls - self.calls_skipped
         return hit > 0 and (self.calls_max is None or hit <= self.calls_max)
 
     def next_block(self, key: bytes) -> tuple[bool, bool]:
-        """Count one block, and tell whether it fails and whether it is corrupted."""
+        """Count one block, and return whether it fails and whether it is corrupted."""
         self._blocks += 1
         return (
             key in self.fail_keys or _every(self._blocks, self.fail_every),
@@ -65,13 +65,13 @@ class OperationFaults:
         )
 
     def exception(self) -> BaseException | None:
-        """Return what to raise, None for nothing."""
+        """Return the exception to raise, None if there is none."""
         return StoreFault(self.error) if isinstance(self.error, str) else self.error
 
 
 @dataclass
 class FaultScript:
-    """What goes wrong with each operation of a ``MemoryBackend``."""
+    """Faults of each operation of a ``MemoryBackend``."""
 
     probe: OperationFaults = field(default_factory=OperationFaults)
     load: OperationFaults = field(default_factory=OperationFaults)

@@ -1,4 +1,4 @@
-"""Counts what happens to a tier's files, and logs each kind of incident once an episode."""
+"""Counts incidents with a tier's files, and logs each kind of incident once per episode."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class TierCounters:
 
 
 class IncidentLog:
-    """The log lines of one tier's incidents, which it counts as well. Any thread may call it.
+    """Logs and counts one tier's incidents. Any thread may call any method.
 
     ``folder`` is where the tier's files are. An episode of one kind of incident
     begins with its log line, and ends with a success on the same side (``"load"``
     or ``"store"``) that comes at least ``EPISODE_S_MIN`` later: a medium that
-    works half of the time is reported once as well.
+    works half of the time is also reported only once.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class IncidentLog:
     ) -> None:
         """Count ``name``, and log it if its kind has not been logged in this episode.
 
-        ``path`` is the file that the incident is about, if there is one.
+        ``path`` is the file concerned, if there is one.
         """
         self._counters.add(name, count)
         kind = f"{name}: {type(reason).__name__} {getattr(reason, 'errno', None)}"

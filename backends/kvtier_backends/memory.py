@@ -1,6 +1,6 @@
 """The ``memory`` backend: a bounded dictionary, for tests and as a yardstick.
 
-What it costs is what the layers above cost. It can also be told to fail in
+Its measured cost is that of the layers above. It can also be set to fail in
 every way that a real tier does, see ``kvtier_backends.faults``.
 """
 
@@ -41,7 +41,7 @@ class _Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """The options, read."""
+    """The parsed options."""
 
     capacity_bytes: int = field(
         metadata=option.required(
@@ -57,8 +57,8 @@ class MemoryBackend(Backend):
     """Keeps blocks in this process's memory, up to ``capacity_bytes`` of them.
 
     Tests may set ``faults`` directly. A block that does not fit is FULL: the tier above evicts.
-    A cancelled call has done its work fully or, while it was still being
-    delayed, not at all. Closing forgets everything.
+    A cancelled call has done all of its work or, if it was still being
+    delayed, none. Closing forgets everything.
     """
 
     type_name: ClassVar[str] = "memory"
@@ -113,11 +113,11 @@ class MemoryBackend(Backend):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> None:
-        """Build one and forget it: it has taken nothing yet."""
+        """Build one and drop it: it holds nothing yet."""
         cls.from_options(options, replace(context, block_bytes=max(1, context.block_bytes)))
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Look the keys up; a key that is to fail counts as missing."""
+        """Look up the keys; a key that is set to fail counts as missing."""
         hit = await _begin(self.faults.probe)
         found = [key in self._kept and not _failing(self.faults.probe, key, hit) for key in keys]
         return _end(self.faults.probe, hit, found)
@@ -135,7 +135,7 @@ class MemoryBackend(Backend):
         return _end(self.faults.store, hit, outcomes)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        """Forget the keys, except those that are to fail. Raises ``StoreFault`` for them."""
+        """Forget the keys, except those that are set to fail. Raises ``StoreFault`` for them."""
         hit = await _begin(self.faults.remove)
         failing = [key for key in keys if _failing(self.faults.remove, key, hit)]
         for key in set(keys).difference(failing):
@@ -190,7 +190,7 @@ class MemoryBackend(Backend):
 
 
 async def _begin(faults: OperationFaults) -> bool:
-    """Delay, hang or raise as told, and tell whether this call is to be hit."""
+    """Delay, hang or raise as configured, and return whether this call is to be hit."""
     if not faults.next_call():
         return False
     if faults.delay_s > 0:

@@ -1,4 +1,4 @@
-"""Keeps page-aligned memory for blocks on their way, so that it is touched once and used again."""
+"""Pools page-aligned memory for blocks in transit, so that it is touched once and reused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtier_backends.posix import PAGE_BYTES
 
 _POOL_MIN: Final = 16
 _POOL_BYTES_MAX: Final = 64 << 20
-"""So much memory is kept, of any number of pieces; and a few pieces, however large they are."""
+"""The pool keeps this much memory in any number of pieces, and a few pieces of any size."""
 
 
 class MemoryPool:
@@ -19,13 +19,13 @@ class MemoryPool:
     def __init__(self, block_bytes: int) -> None:
         # A page between any two blocks: room for a tag, and the next one is aligned again.
         self.step: Final = (block_bytes // PAGE_BYTES + 2) * PAGE_BYTES
-        self._pieces: list[memoryview] = []  # what was given back last comes first
+        self._pieces: list[memoryview] = []  # the last one given back comes first
         self._bytes = 0
         self._lock = threading.Lock()
 
     def borrow(self, blocks: int) -> memoryview:
-        """Return page-aligned memory with ``step`` bytes for each of so many blocks, or more."""
-        # To touch new memory takes as long as to encrypt it: few sizes, so that it is used again.
+        """Return page-aligned memory for this many blocks or more, ``step`` bytes each."""
+        # Touching new memory takes as long as encrypting it: few sizes, so that it is reused.
         size = self.step << max(0, blocks - 1).bit_length()
         with self._lock:
             for place, memory in enumerate(self._pieces):
@@ -35,7 +35,7 @@ class MemoryPool:
         return memoryview(mmap.mmap(-1, size))
 
     def give_back(self, memory: memoryview) -> None:
-        """Keep borrowed memory for the next ``borrow``. Nothing reads or writes it any more."""
+        """Keep borrowed memory for the next ``borrow``. Nothing may read or write it any more."""
         whole = memoryview(memory.obj)
         with self._lock:
             self._pieces.insert(0, whole)

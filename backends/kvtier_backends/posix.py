@@ -1,6 +1,6 @@
-"""What the ``fs`` and the ``disk`` backends share of POSIX: folders, errors, O_DIRECT, pages.
+"""POSIX helpers that the ``fs`` and ``disk`` backends share: folders, errors, O_DIRECT, pages.
 
-Everything here may hang where storage does.
+Any of these functions may hang if the storage hangs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Final
 
 O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
-PAGE_BYTES: Final = 4096  #: what O_DIRECT moves at least, and the unit of both on-disk formats
+PAGE_BYTES: Final = 4096  #: the smallest O_DIRECT transfer, and the unit of both on-disk formats
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
 
@@ -38,14 +38,14 @@ def padded_bytes(size: int) -> int:
 
 
 def kind_of_file(mode: int) -> str:
-    """Return what lies where a file should be, given its mode: "a FIFO", "a folder"."""
+    """Return the kind of a file by its mode, in words: "a FIFO", "a folder"."""
     return _KINDS.get(stat.S_IFMT(mode), "no file")
 
 
 def process_stat(pid: int) -> list[bytes]:
-    """Return what the kernel tells of a process, the fields behind its name; see proc(5).
+    """Return a process's status fields, those behind its name; see proc(5).
 
-    Raises ``FileNotFoundError`` or ``ProcessLookupError`` if there is none, and ``OSError``.
+    Raises ``FileNotFoundError`` or ``ProcessLookupError`` without such a process, and ``OSError``.
     """
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
@@ -57,7 +57,7 @@ def process_stat(pid: int) -> list[bytes]:
 def make_folders(path: str, mode: int = 0o700) -> None:
     """Create ``path`` and its missing parents, each with ``mode`` (umask applies).
 
-    Raises ``FileExistsError`` for what is there and is no folder, and ``OSError``.
+    Raises ``FileExistsError`` if the path exists and is not a folder, and ``OSError``.
     """
     try:
         os.mkdir(path, mode)
@@ -83,7 +83,7 @@ def filesystem_of(path: str) -> int:
 
 
 def is_elsewhere(path: str, filesystem: int | None) -> bool:
-    """Tell whether a path leads to another filesystem than the tier has used.
+    """Return whether a path leads to a filesystem other than the one the tier has used.
 
     Raises ``OSError``.
     """
@@ -97,9 +97,9 @@ NOTHING_OF_OURS: Final = (
 
 
 def shared_mode(mode: int, folder_mode: int) -> int:
-    """Return the mode of something new in a folder: its group may do there what it may here.
+    """Return the mode for a new entry in a folder: its group gets the folder's group rights.
 
-    ``mode``: what it has in a folder that is one user's alone; the umask applies, too.
+    ``mode``: the mode in a folder of a single user; the umask applies, too.
     """
     group = folder_mode & stat.S_IRWXG
     return mode | (group if mode & stat.S_IXUSR else group & ~stat.S_IXGRP)
@@ -120,11 +120,11 @@ def world_writable(path: str = "") -> str:
 
 
 def fault_of_rights(folder: int, path: str, *, read_only: bool = False) -> str | None:
-    """Return why this user can't use what is in an open folder, with the remedy; None: it can."""
+    """Return why this user can't use an open folder's contents, with the remedy; None if it can."""
     if os.access(".", _rights(read_only=read_only), dir_fd=folder):
         return None
     if os.fstatvfs(folder).f_flag & os.ST_RDONLY:
-        return None  # which whoever writes there is told better
+        return None  # a write there reports this better
     found = os.fstat(folder)
     return (
         f"cannot be used: in {path}, which belongs to user {found.st_uid} and group "
@@ -139,8 +139,8 @@ def fault_of_folder(
 ) -> str | None:
     """Return why ``path`` cannot be a tier's folder, with the remedy; None if it can.
 
-    Changes nothing. A folder that is missing will be made, unless ``read_only``: then the
-    nearest one above it is judged.
+    Changes nothing. A missing folder will be created, so the nearest one above it is
+    checked; with ``read_only`` it is a fault.
     """
     try:
         above, found = nearest(path)
@@ -160,10 +160,10 @@ def fault_of_folder(
 
 
 def _fault_of_access(path: str, above: str, *, read_only: bool) -> str | None:
-    """Judge by what this process may do. ``above``: what there is of ``path``."""
+    """Check the rights of this process. ``above``: the part of ``path`` that exists."""
     if read_only and above != path:
         return NO_FOLDER
-    # In a new file's place, and as who an engine would be: this process.
+    # Instead of creating a file, and with the ids that an engine would have: this process's.
     if os.access(above, _rights(read_only=read_only), effective_ids=True):
         return None
     if read_only:
@@ -181,7 +181,7 @@ def _rights(*, read_only: bool) -> int:
 
 
 def try_folder(path: str) -> str:
-    """Write to a folder and read it back, in a file without a name; return in words what worked.
+    """Write an unnamed file in a folder and read it back; return the result in words.
 
     Raises ``OSError``.
     """
@@ -199,18 +199,18 @@ def try_folder(path: str) -> str:
 
 
 def clock_ahead_s(path: str) -> float:
-    """Return how far the clock that gives files in this folder their times is ahead of this host's.
+    """Return how far the clock behind this folder's file times is ahead of this host's.
 
-    Writes a file without a name there. Raises ``OSError``.
+    Creates an unnamed file there. Raises ``OSError``.
     """
     with tempfile.TemporaryFile(dir=path) as file:
         return os.fstat(file.fileno()).st_mtime - time.time()
 
 
 def no_room(problem: OSError, folder: int) -> OSError:
-    """Return a fault for want of room in an open folder as the log shows it: once, until it ends.
+    """Return an out-of-space error in an open folder as the log shows it: once, until it ends.
 
-    The system's own words are the same for bytes and inodes.
+    The system's own text is the same for bytes and inodes.
     """
     why = problem.strerror
     with suppress(OSError):
@@ -221,12 +221,12 @@ def no_room(problem: OSError, folder: int) -> OSError:
 
 
 def not_working(problem: OSError) -> str:
-    """Return what to say of a folder in which ``try_folder`` met this."""
+    """Return the message for a folder in which ``try_folder`` failed with this error."""
     return f"was tried: writing and reading a file failed ({problem.strerror}). See to the storage."
 
 
 def nearest(path: str) -> tuple[str, os.stat_result]:
-    """Return what is there of a path: itself, or the nearest folder above it.
+    """Return a path that exists, with its stat: the path itself, or the nearest folder above it.
 
     Raises ``OSError``.
     """

@@ -1,4 +1,4 @@
-"""The ``disk`` tier's driver: a folder that belongs to one engine, and never grows too large."""
+"""The ``disk`` tier's driver: a folder of one engine, which never exceeds its capacity."""
 
 from __future__ import annotations
 
@@ -75,28 +75,28 @@ if TYPE_CHECKING:
     from kvtier_backends.disk.disk_options import DiskOptions
 
 STORES_BESIDE_LOADS_FRACTION: Final = 0.25
-"""Of ``io_depth``: what stores keep of the disk while something is loaded."""
+"""Fraction of ``io_depth`` that stores keep at the disk while something is loaded."""
 
 TICK_S: Final = 1.0
 SWEEPS_PER_TTL: Final = 20
 CLOSE_TIMEOUT_S_MAX: Final = 1.0
-CREDIT_REGIONS: Final = 2  #: budget is kept for reinserting so many regions
+CREDIT_REGIONS: Final = 2  #: budget is kept for reinserting this many regions
 _RELEASE_POLL_S: Final = 0.1
 
 
 class DiskBackend(Backend):
     """Keeps blocks in regions of preallocated files, up to ``capacity_bytes`` in all.
 
-    Options: ``path`` and ``capacity_bytes`` (required), ``region_bytes`` (what is
+    Options: ``path`` and ``capacity_bytes`` (required), ``region_bytes`` (bytes
     overwritten at once), ``ttl_s`` (seconds until a block expires; 0: never),
     ``io_depth`` (how many loads, and how many stores, run at once; 8), ``direct``
     (O_DIRECT where it works; true), ``allow_world_writable`` (false), ``checksum``
     (``xxh3_128``, and nothing else), and ``encryption_key_file`` or ``encryption_key_env``
     (keys in hex, one a line: the first one writes, the others still read).
 
-    A cancelled call goes on by itself: the buffers of a cancelled load may
-    still be written to until ``busy_threads`` says 0. ``close`` waits a second
-    at most; the folder is released when the last thread is done with it.
+    A cancelled call runs on by itself: the buffers of a cancelled load may
+    still be written to until ``busy_threads`` returns 0. ``close`` waits at most
+    a second; the folder is released when the last thread is done with it.
     """
 
     type_name: ClassVar[str] = "disk"
@@ -111,11 +111,11 @@ class DiskBackend(Backend):
         given: DiskOptions,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``clock`` gives seconds since 1970."""
+        """``clock`` returns seconds since 1970."""
         self._encrypted_log = given.encrypted_log
         self.traits = disk_traits(context.block_bytes, given.io_depth, verdict.plan.capacity_blocks)
         self._clock = clock
-        # Whoever rewrites a weight file in place changes its time, and nothing else is as sure.
+        # Rewriting a weight file in place changes its time, and no other sign is as reliable.
         self._context = replace(context, namespace=context.namespace.on_this_machine())
         self._claim = claim
         self._verdict = verdict
@@ -125,13 +125,13 @@ class DiskBackend(Backend):
         self._superblock: SuperblockCopy | None = None
         self._ttl_s = given.ttl_s
         self._io_depth = given.io_depth
-        # Blocks that are no whole pages can't be moved by O_DIRECT from where they are.
+        # O_DIRECT can't move blocks in place if they are not whole pages.
         self._direct = given.direct and context.block_bytes % PAGE_BYTES == 0
         self._counters = TierCounters()
         self._incidents = IncidentLog("disk", context.tier_name, claim.path, self._counters)
         self._threads = DaemonThreads(1, f"{context.tier_name}-upkeep")
         self._log: BlockLog | None = None
-        self._devices: list[Device] = []  # the log's, and any before that still hangs
+        self._devices: list[Device] = []  # the log's, and any earlier one that still hangs
         self._upkeep: asyncio.Task[None] | None = None
         self._healing: asyncio.Future[None] | None = None
         self._swept = 0
@@ -185,7 +185,7 @@ class DiskBackend(Backend):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
-        """Check the options, and look at the folder and who uses it."""
+        """Check the options, the folder, and whether it is in use."""
         reader, given = read_options(options, context)
         where = f"{reader.where}: path={shown(options['path'])}"
         refuse_folder(given.path, where, allow_world_writable=given.allow_world_writable)
@@ -210,11 +210,11 @@ class DiskBackend(Backend):
 
     @property
     def filesystem(self) -> int:
-        """The one that the folder was on when it was claimed."""
+        """The folder's filesystem when it was claimed."""
         return self._filesystem
 
     async def open(self) -> None:
-        """Recover what the folder holds. Raises ``OSError``; the folder is released then."""
+        """Recover the folder's blocks. Raises ``OSError``; the folder is released then."""
         try:
             await self._threads.run(self._report_doubts)
             self._log = await self._begin(self._verdict, self._plan.capacity_blocks)
@@ -232,7 +232,7 @@ class DiskBackend(Backend):
         return stored_together(self._log.index, self._log.regions.oldest_first())
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Look the keys up in the index. No I/O."""
+        """Look up the keys in the index. No I/O."""
         return [self._log is not None and self._log.has(key) for key in keys]
 
     async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
@@ -245,7 +245,7 @@ class DiskBackend(Backend):
         return await log.load(blocks)
 
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
-        """Append the blocks, in one transfer as a rule."""
+        """Append the blocks, usually in one transfer."""
         log = self._log
         if log is None:
             return [Outcome.FAILED] * len(blocks)
@@ -253,7 +253,7 @@ class DiskBackend(Backend):
             ends = await log.calls.shielded(self._encrypted_log.store(log, blocks))
         else:
             ends = await log.store(blocks)
-        # A region may have been reclaimed since: what was lost by then is not DONE any more.
+        # A region may have been reclaimed meanwhile: blocks lost by then are no longer DONE.
         there = log.index.find(block.key for block in blocks)
         return [
             Outcome.FULL if end is Outcome.DONE and location is None else end
@@ -263,11 +263,11 @@ class DiskBackend(Backend):
     async def remove(self, keys: Sequence[bytes]) -> None:
         """Forget these keys. No I/O: their bytes stay until their region is overwritten."""
         if self._log is not None:
-            # Victims come tail first: the other way round they are found side by side.
+            # Victims come tail first: in reverse order they are found side by side.
             self._log.remove(keys[::-1])
 
     async def close(self) -> None:
-        """Release the folder. Waits a second at most for what runs."""
+        """Release the folder. Waits at most a second for running calls."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -277,7 +277,7 @@ class DiskBackend(Backend):
         if log is not None:
             with move_on_after(CLOSE_TIMEOUT_S_MAX):
                 await log.calls.wait_idle()
-                await self._threads.run(lambda: None)  # behind upkeep's last call
+                await self._threads.run(lambda: None)  # queued behind upkeep's last call
             self._devices[-1].close()
         self._threads.stop()
         if self._encrypted_log is not None:
@@ -285,12 +285,12 @@ class DiskBackend(Backend):
         self._release_when_idle()
 
     def busy_threads(self) -> int:
-        """Count the calls that may still touch a buffer, cancelled and hung ones too."""
+        """Count the calls that may still touch a buffer, including cancelled and hung ones."""
         encrypting = 0 if self._encrypted_log is None else self._encrypted_log.busy()
         return encrypting + sum(device.busy() for device in self._devices)
 
     def counters(self) -> Mapping[str, int]:
-        """Return counts of what was written, lost and found, and of what there is now."""
+        """Return counts of writes, losses and recovery cases, and of current blocks and regions."""
         counts = dict(self._counters.counts())
         log = self._log
         if log is not None:
@@ -302,7 +302,7 @@ class DiskBackend(Backend):
     # --- beginning ---
 
     async def _begin(self, verdict: Verdict, blocks_max: int) -> BlockLog:
-        """Open the folder, and keep the newest ``blocks_max`` blocks of what it holds."""
+        """Open the folder, and keep the newest ``blocks_max`` of its blocks."""
         plan, geometry = verdict.plan, verdict.plan.geometry
         superblock, counts = await self._threads.run(partial(prepare_folder, self._path, verdict))
         self._superblock = SuperblockCopy(self._claim, superblock)
@@ -327,7 +327,7 @@ class DiskBackend(Backend):
         expected = Expected(identity.folder_id, identity.namespace, key_ids, geometry)
         bulk = BulkLoad(index, time_s(self._clock()), self._ttl_s)
         recovery = Recovery(device, expected, self._threads, bulk)
-        # In a folder that begins anew is nothing to look at, however large it may become.
+        # A folder that starts empty has nothing to read, however large it may become.
         try:
             found = await recovery.run(plan.regions if verdict.superblock else 0, blocks_max)
         except BaseException:
@@ -367,10 +367,10 @@ class DiskBackend(Backend):
         self.on_lost(keys)
 
     def _release_when_idle(self) -> None:
-        """Let the folder go, but not while a hung thread may still write to it."""
+        """Release the folder, but not while a hung thread may still write to it."""
 
         def is_busy() -> bool:
-            # Upkeep writes as well, where it was asked to purge.
+            # Upkeep writes as well, if a purge was requested.
             return self._threads.busy() > 0 or any(device.busy() for device in self._devices)
 
         if not is_busy():
@@ -396,20 +396,20 @@ class DiskBackend(Backend):
                 self._incidents.report("store", "upkeep_failed", error)
 
     async def tick(self) -> None:
-        """Do one round of upkeep: watch the folder, revive regions, sweep what is too old."""
+        """Do one round of upkeep: check the folder, revive regions, sweep expired blocks."""
         if self._log is None:
             await self._come_back()
             return
         log = self._log
         try:
             stands = await self._threads.run(self._claim.stands)
-        except OSError as problem:  # of the medium, which may be well again in a moment
+        except OSError as problem:  # of the medium, which may recover in a moment
             self._incidents.report("store", "folder_not_seen", problem)
             stands = True
         if not stands:
             self._vanish(log)
             return
-        if self._healing is None or self._healing.done():  # it may hang, and the rest goes on
+        if self._healing is None or self._healing.done():  # it may hang while the rest goes on
             self._healing = log.calls.start(self._heal(log))
         await self._keep_superblock()
         if self._ttl_s:
@@ -417,7 +417,7 @@ class DiskBackend(Backend):
         await answer_requests(log, self._plan.regions, self._path, self._threads)
 
     async def _keep_superblock(self) -> None:
-        """Write the superblock again if it was harmed: the folder is known by it."""
+        """Write the superblock again if it was damaged: the folder is recognized by it."""
         assert self._superblock is not None, "a log without a superblock"
         try:
             if await self._threads.run(self._superblock.restore):
@@ -440,7 +440,7 @@ class DiskBackend(Backend):
             await asyncio.sleep(0)
 
     def _vanish(self, log: BlockLog) -> None:
-        """Give up a folder that is not there any more. What it held is lost."""
+        """Give up a folder that is gone. Its blocks are lost."""
         self._incidents.report("store", "folder_vanished", "the folder is gone, or was replaced")
         self._log = None
         log.abandon()
@@ -448,11 +448,11 @@ class DiskBackend(Backend):
         self._claim.release()
 
     def _is_our_place(self) -> bool:
-        """Tell whether the folder may be used, or made anew, where its path leads now.
+        """Return whether the folder may be used, or created again, where its path leads now.
 
-        On another filesystem only if it is the same folder by its own id: a remount may
-        change the filesystem's number. Where nothing is mounted any more, the blocks would
-        fill somebody else's disk. Raises ``OSError``.
+        On another filesystem, only if its id shows that it is the same folder: a remount may
+        change the filesystem's number. If nothing is mounted any more, the blocks would
+        fill another disk. Raises ``OSError``.
         """
         if filesystem_of(self._path) == self._filesystem:
             return True
@@ -463,7 +463,7 @@ class DiskBackend(Backend):
             return False
 
     async def _come_back(self) -> None:
-        """Try to use the folder again, empty: what it may hold was reported as lost."""
+        """Try to use the folder again, empty: any blocks in it were reported as lost."""
         with suppress(ConfigError, OSError):
             if not await self._threads.run(self._is_our_place):
                 return
@@ -475,6 +475,6 @@ class DiskBackend(Backend):
                 )
                 self._log = await self._begin(verdict, 0)
             except BaseException:
-                self._claim.release()  # or it would be in the next round's way
+                self._claim.release()  # or it would block the next round
                 raise
             self._counters.add("folder_came_back")

@@ -1,4 +1,4 @@
-"""How the tier above cuts what it stores and loads into calls of ``disk``."""
+"""Sizes the batches in which the tier above stores to and loads from ``disk``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from kvtier.plugin_api.backend import BackendTraits
 from kvtier_backends.shared.batches import BATCH_BYTES_MAX, batches_per_thread, blocks_within
 
 BATCH_BYTES_MIN: Final = 1 << 20
-"""A smaller transfer takes longer to hand over than to make."""
+"""A smaller transfer takes longer to hand over than to perform."""
 
 BATCH_BYTES_WANTED: Final = 4 << 20
-"""So much in one transfer keeps a disk busy while the next one is handed over."""
+"""A transfer of this size keeps a disk busy while the next one is handed over."""
 
 BATCH_BLOCKS_MAX: Final = 64
 """More blocks in one transfer save nothing, however small they are."""
 
 
 def disk_traits(block_bytes: int, io_depth: int, capacity_blocks: int) -> BackendTraits:
-    """Return what the tier above is told. ``io_depth``: threads that read, and that write."""
+    """Return the traits for the tier above. ``io_depth``: threads that read, and that write."""
 
     def batch_blocks(size: int) -> int:
         return min(BATCH_BLOCKS_MAX, blocks_within(size, block_bytes))

@@ -1,15 +1,15 @@
-"""Moves bytes between buffers and the regions of segment files. Knows nothing of blocks.
+"""Moves bytes between buffers and the regions of segment files. Blocks are unknown here.
 
-``Device`` is the seam: whatever keeps to it can take the files' place, be it
-another way to talk to the kernel, or a simulated disk that tears and loses
-writes. A transfer names a region, an offset in it, and buffers that lie there
-one behind the other.
+``Device`` is the seam: anything that implements it can replace the files, be it
+another interface to the kernel, or a simulated disk that tears and loses
+writes. A transfer names a region, an offset in it, and buffers whose bytes lie
+there back to back.
 
-Nothing is synced. Segment files are created when a region of theirs is first
+Nothing is synced. Segment files are created when one of their regions is first
 opened, for this user alone, and each region's bytes are allocated before it is
-written: a disk that is full says so then, not in the middle of a store. Where the
-filesystem can't reserve room, the file gets its length alone, and a disk that is
-full fails a write.
+written: a full disk fails the allocation, not the middle of a store. If the
+filesystem can't reserve room, only the file's length is set, and a full disk
+fails a write.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _NOT_RESERVED: Final = (
     "store of a block in the middle, where elsewhere no region would have been opened"
 )
 PAGES_BYTES_MAX: Final = 256 << 10
-"""A write of up to so many bytes is of headers and table pages, for which others wait."""
+"""A write of up to this size is of headers and table pages, which others wait for."""
 
 _BUFFERS_MAX: Final = 1024  # the kernel's limit for one call
 
 
 class Transfer(NamedTuple):
-    """One read or write: neighbouring bytes of a region, and where they go or come from."""
+    """One read or write: neighbouring bytes of a region, and the buffers to fill or write."""
 
     region: int
     at: int  #: from the start of the region
@@ -51,12 +51,12 @@ class Transfer(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many bytes move."""
+        """Number of bytes to move."""
         return sum([buffer.nbytes for buffer in self.buffers])
 
 
 class Segments(NamedTuple):
-    """Where the segment files lie, and how they are cut."""
+    """The folder of the segment files, and how they are divided into regions."""
 
     folder: str
     region_bytes: int
@@ -66,16 +66,16 @@ class Segments(NamedTuple):
 class Device(ABC):
     """Storage for regions. One thread, the event loop's, calls it; calls overlap.
 
-    A call that is cancelled goes on: its buffers belong to it until ``busy`` says 0.
+    A cancelled call goes on: it owns its buffers until ``busy`` returns 0.
     """
 
     @abstractmethod
     async def read(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
-        """Read all; for each, how many bytes came (fewer: there are no more) or what failed."""
+        """Read all; return each one's bytes read (fewer if there are no more), or its error."""
 
     @abstractmethod
     async def write(self, transfers: Sequence[Transfer]) -> OSError | None:
-        """Write one after the other, up to the first that fails; returns what failed."""
+        """Write one after the other, up to the first that fails; return its error."""
 
     @abstractmethod
     async def allocate(self, region: int) -> None:
@@ -83,20 +83,20 @@ class Device(ABC):
 
     @abstractmethod
     def busy(self) -> int:
-        """Return how many calls run or wait, cancelled ones too. Any thread."""
+        """Return how many calls run or wait, including cancelled ones. Any thread."""
 
     @abstractmethod
     def close(self) -> None:
-        """Begin no more work, and release everything once nothing is busy. Never waits."""
+        """Start no more work, and release everything once nothing is busy. Never waits."""
 
 
 class FileDevice(Device):
     """Segment files in a folder, read and written by threads.
 
     Readers and writers have threads of their own, so neither waits for the
-    other, and so have writes of few pages: they don't wait for the data of others, nor keep
-    a thread from it. ``direct`` goes around the page cache where buffers and filesystem
-    allow it; ``on_direct_refused`` is called when one does not, and ``on_not_reserved``
+    other. So have writes of few pages: they don't wait for the data of other writes, nor
+    occupy its threads. ``direct`` bypasses the page cache if buffers and filesystem
+    allow it; ``on_direct_refused`` is called if one does not, and ``on_not_reserved``
     once if the filesystem cannot reserve room.
     """
 
@@ -115,7 +115,7 @@ class FileDevice(Device):
         self._readers = DaemonThreads(read_threads, f"{name}-read")
         self._writers = DaemonThreads(write_threads, f"{name}-write")
         self._page_writers = DaemonThreads(write_threads, f"{name}-pages")
-        self._is_closed = False  # stopped threads take no more calls: these would wait for ever
+        self._is_closed = False  # stopped threads take no more calls: these would wait forever
 
     async def read(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
         """Read all, in one of the reading threads."""
@@ -142,7 +142,7 @@ class FileDevice(Device):
         return self._readers.busy() + self._writers.busy() + self._page_writers.busy()
 
     def close(self) -> None:
-        """End the threads after what they run now; files are closed with the last of them."""
+        """End the threads after their current calls; close the files if no call runs."""
         self._is_closed = True
         self._readers.stop()
         self._writers.stop()
@@ -151,7 +151,7 @@ class FileDevice(Device):
 
 
 class _SegmentFiles:
-    """Open descriptors of the segment files. Any thread may call any method but ``close``."""
+    """Open descriptors of the segment files. Any thread may call any method but ``close_when``."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class _SegmentFiles:
         self._direct = O_DIRECT if direct else 0
         self._on_direct_refused = on_direct_refused
         self._on_not_reserved = on_not_reserved
-        self._reserves = True  # until the filesystem says that it can't
+        self._reserves = True  # until the filesystem reports that it can't
         self._lengthening = threading.Lock()
         self._lock = threading.Lock()
         self._descriptors: dict[tuple[int, int], int] = {}
@@ -186,18 +186,18 @@ class _SegmentFiles:
         return None
 
     def allocate(self, region: int) -> None:
-        """Allocate a region's bytes, and create its file if need be."""
+        """Allocate a region's bytes, and create its file if needed."""
         segment, at = self._place(region)
         try:
             descriptor = self._descriptor(segment, os.O_WRONLY | os.O_CREAT)
         except NotAFile as problem:
-            remove_whatever(problem.filename)  # nothing of it can be served: ours comes there
+            remove_whatever(problem.filename)  # it can't be served: our file replaces it
             self._forget(segment)
             descriptor = self._descriptor(segment, os.O_WRONLY | os.O_CREAT)
         status = os.fstat(descriptor)
         end = at + self._segments.region_bytes
         if status.st_blocks * 512 >= status.st_size >= end:
-            return  # no holes: asking the filesystem would wait for all that it writes there
+            return  # no holes: a call would wait for all that the filesystem writes there
         if self._reserves:
             unable = reserve(descriptor, at, self._segments.region_bytes)
             if unable is None:
@@ -210,14 +210,14 @@ class _SegmentFiles:
                 os.ftruncate(descriptor, end)
 
     def _forget(self, segment: int) -> None:
-        """Have a segment opened anew. Calls may use its descriptors still: they stay open."""
+        """Have a segment opened again. Calls may still use its descriptors: they stay open."""
         with self._lock:
             for place in [each for each in self._descriptors if each[0] == segment]:
                 self._forgotten.append(self._descriptors.pop(place))
 
     def close_when(self, idle: Callable[[], bool]) -> None:
         """Close the files if nothing uses them; otherwise they stay open."""
-        # A descriptor that is closed under a hung call may be another file's by the time it ends.
+        # A descriptor closed under a hung call may be another file's by the time the call ends.
         with self._lock:
             self._closed = True
             if idle():
@@ -243,7 +243,7 @@ class _SegmentFiles:
         flags: int,
         transfer: Transfer,
     ) -> int:
-        """Move a transfer's bytes, past the page cache if that works. Returns how many."""
+        """Move a transfer's bytes, bypassing the page cache if possible. Return how many."""
         segment, start = self._place(transfer.region)
         at = start + transfer.at
         if self._direct:
@@ -260,7 +260,7 @@ class _SegmentFiles:
         return segment, number * self._segments.region_bytes
 
     def _descriptor(self, segment: int, flags: int) -> int:
-        """Return the segment's descriptor for this kind of access, opened if need be."""
+        """Return the segment's descriptor for this kind of access, opened if needed."""
         place = (segment, flags & ~os.O_CREAT)
         with self._lock:
             if self._closed:
@@ -271,23 +271,23 @@ class _SegmentFiles:
                     descriptor = self._open(segment, flags)
                 except OSError as problem:
                     if problem.errno == errno.EINVAL and flags & O_DIRECT:
-                        self._direct = 0  # the filesystem has none: not to be asked again
+                        self._direct = 0  # the filesystem has none: don't try again
                     raise
                 self._descriptors[place] = descriptor
             return descriptor
 
     def _open(self, segment: int, flags: int) -> int:
-        """Open the file that the segment's other descriptors are of, or else what the path names.
+        """Open the file of the segment's other descriptors, or else the one that the path names.
 
-        A file that is removed under an engine stays whole for those who have it open. Opened by
-        its path by one who reads, and not by one who writes, it would take blocks and have none.
+        A file that is removed under an engine stays whole for open descriptors. If only reads
+        opened it by its path, writes would still succeed, but reads would find no blocks.
         """
         known = next((each for (of, _), each in self._descriptors.items() if of == segment), None)
         if known is not None:
             try:
                 return os.open(f"/proc/self/fd/{known}", flags & ~os.O_CREAT | os.O_CLOEXEC)
             except OSError as problem:  # no /proc here, or storage that knows files by their paths
-                if problem.errno == errno.EINVAL:  # no O_DIRECT: it is not to be asked twice
+                if problem.errno == errno.EINVAL:  # no O_DIRECT: don't try twice
                     raise
         return open_file(f"{self._segments.folder}/{SEGMENT_NAME.format(segment)}", flags)
 
@@ -299,7 +299,7 @@ def _closed() -> OSError:
 def _move_all(
     call: Callable[[int, Buffers, int], int], descriptor: int, transfer: Transfer, at: int
 ) -> int:
-    """Call until everything has moved or nothing moves any more. Returns how many bytes did."""
+    """Repeat the call until all bytes have moved or none do. Return how many bytes moved."""
     buffers, size = transfer.buffers, transfer.size
     moved = 0
     while moved < size:
@@ -313,7 +313,7 @@ def _move_all(
 
 
 def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """Return what is left of the buffers behind their first ``count`` bytes."""
+    """Return the rest of the buffers behind their first ``count`` bytes."""
     for place, buffer in enumerate(buffers):
         if count < buffer.nbytes:
             return [buffer[count:], *buffers[place + 1 :]]
@@ -322,9 +322,9 @@ def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 def trim_segments(segments: Segments, regions: int, highest: int) -> int:
-    """Truncate and remove what lies beyond ``regions``; returns how many files changed.
+    """Truncate or remove files beyond ``regions``; return how many files changed.
 
-    Looks at the segments up to number ``highest``.
+    Checks the segments up to number ``highest``.
     """
     changed = 0
     for segment in range(highest + 1):

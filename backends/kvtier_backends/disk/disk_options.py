@@ -1,4 +1,4 @@
-"""The options of the ``disk`` tier, read. Nothing is touched but the file of encryption keys."""
+"""Reads the options of the ``disk`` tier. Touches nothing but the file of encryption keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHECKSUM: Final = "xxh3_128"
 
 @dataclass(frozen=True)
 class DiskOptions:
-    """The options, read."""
+    """The parsed options."""
 
     path: str = field(
         metadata=option.required(
@@ -80,7 +80,7 @@ class DiskOptions:
 
     @property
     def tag_bytes(self) -> int:
-        """What encryption adds to each block."""
+        """Bytes that encryption adds to each block."""
         return 0 if self.encrypted_log is None else TAG_BYTES
 
 

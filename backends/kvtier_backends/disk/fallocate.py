@@ -1,7 +1,7 @@
-"""fallocate(2) itself: reserves room in a file, or makes a hole in it.
+"""Calls fallocate(2) itself: reserves room in a file, or punches a hole in it.
 
-Not ``posix_fallocate``: where a filesystem has no such call, the C library reads and writes a
-byte of every page in its place. That needs a descriptor that reads, says EBADF without one,
+Not ``posix_fallocate``: if a filesystem has no such call, the C library reads and writes a
+byte of every page instead. That needs a readable descriptor, fails with EBADF without one,
 costs forty writes for each of kvtier's, and reserves nothing on a filesystem that compresses.
 """
 
@@ -15,7 +15,7 @@ from typing import Final
 _KEEP_SIZE: Final = 1
 _PUNCH_HOLE: Final = 2
 _NOT_HERE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
-"""How filesystems say that they have no such call: Lustre's old releases by EINVAL."""
+"""Errors of filesystems that have no such call; Lustre's old releases return EINVAL."""
 
 _fallocate: Final = ctypes.CDLL(None, use_errno=True).fallocate
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -24,13 +24,13 @@ _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int6
 def reserve(descriptor: int, at: int, size: int) -> OSError | None:
     """Reserve room for these bytes, and lengthen the file to hold them.
 
-    Returns why not if the filesystem can't do that for any file. Raises ``OSError``: it is full.
+    Returns the error if the filesystem can't do that for any file. Raises ``OSError`` if full.
     """
     return _call(descriptor, 0, at, size)
 
 
 def punch_hole(descriptor: int, at: int, size: int, path: str) -> OSError | None:
-    """Make zeros of these bytes, and free their room; the length stays. As ``reserve``.
+    """Zero these bytes, and free their room; the length stays. Errors as in ``reserve``.
 
     ``path`` is the file's, for the error.
     """

@@ -1,4 +1,4 @@
-"""What the disk tier writes down: superblock, region headers and table pages.
+"""Defines the disk tier's on-disk format: superblock, region headers and table pages.
 
 A folder holds one superblock and preallocated segment files of regions::
 
@@ -6,18 +6,18 @@ A folder holds one superblock and preallocated segment files of regions::
 
 All structures are pages of ``PAGE_BYTES``, little endian, and end in an XXH3-64
 checksum over everything before it, zeros included. Magic and version come
-first in every version, so that a page of another version is told from damage.
+first in every version, to distinguish a page of another version from a damaged one.
 
 A region's header has a random ``incarnation``, and so has each of its table
-pages: the pages of what the region held before do not match any more once the
-new header is there, and need no erasing.
+pages: once the new header is written, pages of the region's previous contents no
+longer match, and need no erasing.
 
 A table page holds records of one width: the width of its longest key. Many
-blocks that are written together have pages of their own. Those of few blocks
-share one: it is written again, longer each time, until it is full; always to
-another place than its predecessor, so that a torn write takes the newest
-entries only. What an entry says may be there without its block, after a power
-cut: the digest tells.
+blocks that are written together have pages of their own. Few blocks share
+a page: it is written again, longer each time, until it is full; never to
+the place of its predecessor, so that a torn write loses only the newest
+entries. After a power cut, an entry may exist without its block: the digest
+detects that.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ KEY_BYTES_PLANNED: Final = 68
 """Tables are laid out for keys of up to this length; longer ones fill a region's table early."""
 
 OWN_PAGE_BYTES: Final = 2 << 20
-"""Blocks of so many bytes that are written together have table pages of their own: .2 % of them."""
+"""Blocks of this many bytes, written together, have table pages of their own: .2 % of them."""
 
 TIME_S_MAX: Final = (1 << 32) - 1
 SEQUENCE_MAX: Final = 1 << 63
-"""No folder ever gets there: a higher one was planted, and none could come behind it."""
+"""No folder ever gets there: a higher one was planted, and none could follow it."""
 
 NO_KEY_ID: Final = bytes(ID_BYTES)
 """The id of the encryption key of a region that is not encrypted."""
@@ -74,20 +74,20 @@ _BLANK: Final = bytes(PAGE_BYTES)
 _KEY_OF: Final = itemgetter(2)  # of an entry
 
 DESCRIPTION_BYTES_MAX: Final = _CHECKED_BYTES - _DESCRIPTION_AT
-"""So long a description of the namespace has room in a region's header."""
+"""The longest description of the namespace that fits into a region's header."""
 
 
 class Refusal(Enum):
-    """Why a page is not accepted."""
+    """Reason why a page is refused."""
 
     BLANK = "blank"  #: nothing was ever written here
     DAMAGED = "damaged"  #: torn, foreign or flipped
     OTHER_VERSION = "other version"  #: sound, and of another format version
-    OTHER_INCARNATION = "other incarnation"  #: a table page of what the region held before
+    OTHER_INCARNATION = "other incarnation"  #: a table page of the region's previous contents
 
 
 class PageRefused(StoreFault):
-    """Raised for a page that cannot be used. ``refusal`` says why; drop what it described."""
+    """Raised for a page that cannot be used. ``refusal`` has the reason; drop what it described."""
 
     def __init__(self, refusal: Refusal, text: str) -> None:
         super().__init__(text)
@@ -96,7 +96,7 @@ class PageRefused(StoreFault):
 
 @dataclass(frozen=True)
 class Superblock:
-    """What a folder is: its random id, and how its segments are cut into regions."""
+    """A folder's random id, and how its segments are divided into regions."""
 
     folder_id: bytes
     region_bytes: int
@@ -106,7 +106,7 @@ class Superblock:
 
 @dataclass(frozen=True)
 class RegionHeader:
-    """What a region holds since it was opened last."""
+    """Describes the contents of a region since it was last opened."""
 
     folder_id: bytes
     incarnation: bytes  #: random, so that no two openings of a region can be mixed up
@@ -133,13 +133,13 @@ class Entry(NamedTuple):
 
 
 EntryTuple: TypeAlias = tuple[int, int, bytes, bytes, bytes]
-"""An ``Entry``, or a plain tuple of the same: that is made in a third of the time."""
+"""An ``Entry``, or a plain tuple of its fields, which takes a third of the time to make."""
 
 
 class TablePage(NamedTuple):
-    """A sound table page: records of one width, not yet looked at."""
+    """A sound table page: records of one width, not yet checked."""
 
-    serial: int  #: which version of the page it is
+    serial: int  #: the version of the page
     entries: int
     key_width: int
     tag_bytes: int
@@ -148,22 +148,22 @@ class TablePage(NamedTuple):
 
 @dataclass(frozen=True)
 class RegionGeometry:
-    """How one region is laid out for blocks of one size."""
+    """The layout of one region for blocks of one size."""
 
     region_bytes: int
     block_bytes: int
     stride: int
     slots: int
     table_pages: int
-    own_page_slots: int  #: so many blocks written together have pages of their own
+    own_page_slots: int  #: this many blocks written together have pages of their own
 
     @property
     def slots_at(self) -> int:
-        """Where the first slot starts, from the start of the region."""
+        """Offset of the first slot from the start of the region."""
         return (1 + self.table_pages) * PAGE_BYTES
 
     def slot_at(self, slot: int) -> int:
-        """Where a slot starts, from the start of the region."""
+        """Return the offset of a slot from the start of the region."""
         return self.slots_at + slot * self.stride
 
 
@@ -188,16 +188,16 @@ def make_region_geometry(
 def region_bytes_for(
     slots: int, block_bytes: int, tag_bytes: int = 0, *, own_page_bytes: int = OWN_PAGE_BYTES
 ) -> int:
-    """Return how long a region with room for so many blocks is."""
+    """Return the length of a region with room for this many blocks."""
     stride = padded_bytes(block_bytes)
     pages = _table_pages(slots, tag_bytes, max(1, own_page_bytes // stride))
     return (1 + pages) * PAGE_BYTES + slots * stride
 
 
 def _table_pages(slots: int, tag_bytes: int, own_page_slots: int) -> int:
-    """Return how many pages the table of so many slots takes, however they are written.
+    """Return how many pages the table of this many slots takes, however they are written.
 
-    The shared page has a place for its next version. Each time that blocks have pages of
+    The shared page has a place for its next version. Each time blocks have pages of
     their own, the last of these may be almost empty.
     """
     per_page = records_max(KEY_BYTES_PLANNED, tag_bytes)
@@ -216,15 +216,15 @@ def records_max(key_width: int, tag_bytes: int) -> int:
 
 
 def time_s(clock: float) -> int:
-    """Return a time as it is written down: whole seconds since 1970, of 1970 to 2106.
+    """Return a time as it is stored: whole seconds since 1970, from 1970 to 2106.
 
-    A clock that is beyond that costs ages and ``ttl_s``, and not the store.
+    A clock beyond that breaks ages and ``ttl_s``, but not the store.
     """
     return min(max(int(clock), 0), TIME_S_MAX)
 
 
 def check_key_lengths(lengths: Iterable[int]) -> None:
-    """Raise ``Misuse`` for what is no key's length."""
+    """Raise ``Misuse`` for an invalid key length."""
     for length in set(lengths):
         if not 0 < length <= KEY_BYTES_MAX:
             raise Misuse(f"a key of {length} bytes; keys have 1 to {KEY_BYTES_MAX} bytes.")
@@ -245,7 +245,7 @@ def encode_superblock(superblock: Superblock) -> bytes:
 
 
 def decode_superblock_untrusted(page: bytes | memoryview) -> Superblock:
-    """Return what the page says. Raises ``PageRefused`` and nothing else."""
+    """Return the superblock of a page. Raises ``PageRefused`` and nothing else."""
     _check(page, _MAGIC_SUPERBLOCK)
     found = Superblock(*_SUPERBLOCK.unpack_from(page)[2:])
     if found.region_bytes < PAGE_BYTES or found.region_bytes % PAGE_BYTES:
@@ -282,10 +282,10 @@ def encode_header(header: RegionHeader) -> bytes:
 
 
 def decode_header_untrusted(page: bytes | memoryview) -> RegionHeader:
-    """Return what the page says. Raises ``PageRefused`` and nothing else."""
+    """Return the header of a page. Raises ``PageRefused`` and nothing else."""
     _check(page, _MAGIC_REGION)
     (length,) = _LENGTH.unpack_from(page, _HEADER.size)
-    # Headers of before there were descriptions have zeros here.
+    # Headers older than descriptions have zeros here.
     description = bytes(page[_DESCRIPTION_AT : min(_DESCRIPTION_AT + length, _CHECKED_BYTES)])
     found = RegionHeader(*(*_HEADER.unpack_from(page)[2:], description))
     if found.sequence > SEQUENCE_MAX:
@@ -308,7 +308,7 @@ class TableWriter:
         self._width = 0
 
     def add(self, entries: Sequence[EntryTuple]) -> int:
-        """Add these entries, from the first on, as far as they fit; returns how many.
+        """Add these entries, from the first on, as far as they fit; return how many.
 
         Raises ``Misuse`` for a key that is too long, or empty.
         """
@@ -333,7 +333,7 @@ class TableWriter:
         return len(entries)
 
     def _fitting(self, lengths: Sequence[int]) -> int:
-        """Return for how many keys of these lengths, which don't all fit, there is room."""
+        """Return how many keys of these lengths, which don't all fit, have room."""
         width = self._width
         for count, length in enumerate(lengths):
             width = max(width, length)
@@ -348,7 +348,7 @@ class TableWriter:
         self._width = 0
 
     def encode(self) -> bytes:
-        """Return the page with all entries that were added since it was begun."""
+        """Return the page with all entries added since it was begun."""
         self._serial += 1
         head = _TABLE.pack(
             _MAGIC_TABLE,
@@ -384,7 +384,7 @@ def decode_table_untrusted(page: bytes | memoryview, incarnation: bytes) -> Tabl
 
 
 def entries_untrusted(table: TablePage, slots: int) -> Iterator[Entry]:
-    """Yield the records that a region of so many slots can hold. Raises nothing."""
+    """Yield the records that a region of this many slots can hold. Raises nothing."""
     layout = record_struct(table.key_width, table.tag_bytes)
     for slot, stored_s, length, digest, tag, key in layout.iter_unpack(table.records):
         if slot < slots and 0 < length <= table.key_width:

@@ -1,6 +1,6 @@
-"""Opens a folder's files, and only files: what else lies under their names is never opened.
+"""Opens a folder's files, and only files: anything else under their names is never opened.
 
-To open a FIFO may wait for ever, to open a device may do anything, and a link
+Opening a FIFO may wait forever, opening a device may do anything, and a link
 leads out of the folder.
 """
 
@@ -19,7 +19,7 @@ _FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class NotAFile(OSError):
-    """Raised for what is no regular file. ``strerror`` says what it is."""
+    """Raised for anything but a regular file. ``strerror`` names its kind."""
 
     def __init__(self, path: str, mode: int) -> None:
         text = f"{os.path.basename(path)} is {kind_of_file(mode)}, not a file"
@@ -29,7 +29,7 @@ class NotAFile(OSError):
 def open_file(path: str, flags: int) -> int:
     """Return a descriptor of a regular file. Raises ``NotAFile`` and ``OSError``; never waits.
 
-    A new one is for this user, and for the folder's group what the folder is.
+    A new file is for this user; the folder's group gets its rights on the folder.
     """
     mode = _OWN
     if flags & os.O_CREAT:
@@ -46,9 +46,9 @@ def open_file(path: str, flags: int) -> int:
 
 
 def remove_whatever(path: str) -> bool:
-    """Remove what lies at a path, be it a file or not. False: there was nothing.
+    """Remove whatever lies at a path, be it a file or not. Return False if there was nothing.
 
-    A folder that is not empty is renamed: what is in it is somebody's. Raises ``OSError``.
+    A folder that is not empty is renamed: its contents are someone's. Raises ``OSError``.
     """
     try:
         mode = os.lstat(path).st_mode

@@ -1,1 +1,1 @@
-"""What keeps others from reading blocks, and from planting any: secret keys, and their use."""
+"""Secret keys and their use: they keep others from reading or planting blocks."""

@@ -1,10 +1,10 @@
 """Encrypts blocks with AES-256-GCM, by the library ``cryptography``.
 
 Every block has a key of its own, derived (keyed BLAKE2b) from the engine's key
-and 16 random bytes, the block's salt: so no nonce can come twice, however long
+and 16 random bytes, the block's salt: so no nonce can repeat, however long
 a key is in use. The block's cache key and namespace are associated data: a
-block that lies under another key fails its tag. Salt and tag lie beside the block.
-So does the digest, masked with a pad that is derived too: it would tell
+block stored under another key fails its tag. Salt and tag are stored beside the block.
+So is the digest, masked with a pad that is derived too: unmasked, it would reveal
 whether a guess at the block is right.
 """
 
@@ -32,7 +32,7 @@ assert SALT_BYTES + _GCM_TAG_BYTES == TAG_BYTES
 
 
 class EncryptedBlock(NamedTuple):
-    """What is needed to decrypt one block, besides its bytes."""
+    """All that is needed to decrypt one block, besides its bytes."""
 
     key: bytes
     key_id: bytes
@@ -67,11 +67,11 @@ class BlockCipher:
         self._step = self._pool.step
 
     def borrow(self, blocks: int) -> memoryview:
-        """Return page-aligned memory for so many blocks and their tags, or more."""
+        """Return page-aligned memory for this many blocks and their tags, or more."""
         return self._pool.borrow(blocks)
 
     def give_back(self, memory: memoryview) -> None:
-        """Keep borrowed memory for the next ``borrow``. Nothing reads or writes it any more."""
+        """Keep borrowed memory for the next ``borrow``. Nothing may read or write it any more."""
         self._pool.give_back(memory)
 
     def views(self, memory: memoryview, blocks: int) -> list[memoryview]:
@@ -82,7 +82,7 @@ class BlockCipher:
     def encrypt(
         self, blocks: Sequence[tuple[bytes, memoryview, bytes]], into: memoryview
     ) -> list[tuple[bytes, bytes]]:
-        """Encrypt (key, block, digest) one by one; returns each one's tag and masked digest.
+        """Encrypt each (key, block, digest); return each one's tag and masked digest.
 
         A block may be shorter than others.
         """
@@ -105,7 +105,7 @@ class BlockCipher:
         places: Sequence[tuple[int, EncryptedBlock]],
         buffers: Sequence[memoryview],
     ) -> list[tuple[Outcome, bytes]]:
-        """Decrypt the blocks at some places in memory; returns outcomes and digests."""
+        """Decrypt the blocks at some places in memory; return outcomes and digests."""
         decrypted = []
         for (number, encrypted), buffer in zip(places, buffers, strict=True):
             block_key, pad = _derive(
@@ -128,9 +128,9 @@ class BlockCipher:
     def decrypt_apart(
         self, encrypted: EncryptedBlock, payload: memoryview, buffer: memoryview
     ) -> bytes | None:
-        """Decrypt a block whose tag does not lie behind it; returns its digest, None if unsound.
+        """Decrypt a block whose tag is stored apart from it; return its digest, None if unsound.
 
-        ``payload`` and ``buffer`` are as long as what was encrypted. The key's id must be known.
+        ``payload`` and ``buffer`` are as long as the encrypted bytes. The key's id must be known.
         """
         salt, tag = encrypted.tag[:SALT_BYTES], encrypted.tag[SALT_BYTES:]
         block_key, pad = _derive(self.keyring.by_id[encrypted.key_id], salt)

@@ -1,7 +1,7 @@
-"""Secret keys: how they are written, where a tier's options name them, and how one is chosen.
+"""Reads the secret keys that a tier's options name, and selects the one that writes.
 
-A keyring has one key that writes and others that still read: rotation is a
-new first line, and what lies under older keys goes on being served.
+A keyring has one key that writes and others that still read: to rotate, add a
+new first line; blocks under older keys are still served.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Keyring:
 
 
 def parse_keys_untrusted(text: str) -> Keyring:
-    """Read one key a line, in hex; empty lines and ``#`` lines don't count.
+    """Parse one hex key per line; empty lines and ``#`` lines don't count.
 
-    Raises ``ConfigError`` and nothing else, and never says what it read.
+    Raises ``ConfigError`` and nothing else. Its text never contains any of the input.
     """
     lines = [line.strip() for line in text.splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
@@ -79,7 +79,7 @@ def read_keyring(reader: Options, kind: str) -> Keyring | None:
         return parse_keys_untrusted(text)
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem)
-        # Whoever writes the key itself where its name belongs must not find it in a log.
+        # A key that was written by mistake where its name belongs must not appear in a log.
         shown = "..." if _LIKE_A_KEY.search(named) else named
         raise reader.error(
             option, shown, f"gives no keys ({reason}); put 64 hex digits a key there, one a line"
@@ -87,12 +87,12 @@ def read_keyring(reader: Options, kind: str) -> Keyring | None:
 
 
 def given_option(reader: Options, kind: str) -> str:
-    """Return which of the two options is given: for a refusal that has to name it."""
+    """Return which of the two options is given, for a refusal that names it."""
     return f"{kind}_file" if reader.has(f"{kind}_file") else f"{kind}_env"
 
 
 def refuse_missing_package(reader: Options, kind: str) -> ConfigError:
-    """Return the refusal of keys for which the library is not there."""
+    """Return the refusal of keys whose library is missing."""
     option = given_option(reader, kind)
     return reader.error(option, "...", f"needs a package: {install('protection')}")
 

@@ -1,10 +1,10 @@
 """Signs blocks: a MAC of 16 bytes, by AES-256-GCM with nothing to encrypt (GMAC).
 
 Every signature has a key of its own, derived (keyed BLAKE2b) from the engine's
-key, 16 random bytes (the salt) and all that is to be covered besides the block's
-bytes: so no nonce can come twice, however long a key is in use, and a signature
-fails under another cache key, namespace or length. Of what ``cryptography`` and
-``hashlib`` have this is the fastest, see Protect shared storage in the docs.
+key, 16 random bytes (the salt) and all data to be covered besides the block's
+bytes: so no nonce can repeat, however long a key is in use, and a signature
+fails under another cache key, namespace or length. This is the fastest MAC of
+``cryptography`` and ``hashlib``, see Protect shared storage in the docs.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class BlockSigner:
 
         self._aead = AESGCM
         self.current_id: Final = keyring.current_id
-        # Not the keys themselves: should one encrypt elsewhere, nothing is shared with that.
+        # Not the keys themselves: if one also encrypts elsewhere, the two uses share nothing.
         self._masters = {key_id: _master(key) for key_id, key in keyring.by_id.items()}
 
     def sign(self, covered: bytes, block: memoryview) -> bytes:
         """Return salt and MAC, ``TAG_BYTES`` in all, under the key that signs.
 
-        ``covered``: all that the signature is to hold for besides the block. No two of them
-        may be the same for different things.
+        ``covered``: all data that the signature covers besides the block. It must differ
+        for different things.
         """
         salt = os.urandom(SALT_BYTES)
         return salt + self._mac(self._masters[self.current_id], salt, covered, block)
 
     def is_signed(self, key_id: bytes, covered: bytes, block: memoryview, tag: bytes) -> bool:
-        """Tell whether the key of this id signed exactly this. A key that is unknown did not."""
+        """Return whether the key of this id signed exactly this; False for an unknown key."""
         master = self._masters.get(key_id)
         if master is None:
             return False

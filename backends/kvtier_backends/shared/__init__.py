@@ -1,1 +1,1 @@
-"""What the tiers have in common whose storage others use too: names, and records of blocks."""
+"""Names and block records, common to the tiers whose storage others use too."""

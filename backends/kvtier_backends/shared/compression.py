@@ -7,10 +7,10 @@ block is
 
     low bytes, as they are    half of the block
     high bytes                a zstd frame
-    zeros                     up to a whole page, as O_DIRECT takes it
+    zeros                     up to a whole page, as O_DIRECT needs it
 
-Nothing else has gained: a difference along the tokens, channels side by side, planes of single
-bits, more of zstd's effort. See docs/explanation/compression.md, with the figures.
+Nothing else helped: differences along the tokens, channels side by side, planes of single
+bits, a higher zstd level. See docs/explanation/compression.md, with the figures.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendContext
 
 BITPLANE_ZSTD: Final = "bitplane-zstd"
-COMPRESSION: Final = "compression"  #: the name of the option, and of the fact of such namespaces
+COMPRESSION: Final = "compression"  #: the name of the option, and of the fact in such namespaces
 _WORD: Final = np.dtype("<u2")
 _ZSTD_LEVEL: Final = 1
 _MATCH: Final = {"min_match": 7, "hash_log": 6}
-"""zstd finds no repetitions in exponents that are worth their cost: it is kept from the search.
-Compressing takes half the time, and gains a little. It still finds long runs."""
+"""zstd finds no repetitions in exponents that are worth their cost, so its search is restricted.
+Compressing takes half the time, and saves a little more. zstd still finds long runs."""
 
 
 class BlockCompressor:
@@ -54,18 +54,18 @@ class BlockCompressor:
         return self._pool.borrow(1)[: self._block_bytes]
 
     def give_back(self, memory: memoryview) -> None:
-        """Keep borrowed memory for the next block. Nothing reads or writes it any more."""
+        """Keep borrowed memory for the next block. Nothing may read or write it any more."""
         self._pool.give_back(memory)
 
     def is_compressed_length(self, size: int) -> bool:
-        """Tell whether a compressed block may be so long. An uncompressed one may not."""
+        """Return whether a compressed block may have this length. An uncompressed one may not."""
         least = self._plane_bytes + 1
         return size % PAGE_BYTES == 0 and least <= size <= self._block_bytes - PAGE_BYTES
 
     def compress(self, block: memoryview, into: memoryview) -> int | None:
         """Write the compressed block to ``into``, which is as long as the block.
 
-        Returns its length; None, if that does not save a page.
+        Returns its length, None if that does not save a page.
         """
         plane = self._plane_bytes
         high = np.frombuffer(into, np.uint8)[plane : 2 * plane]
@@ -82,16 +82,16 @@ class BlockCompressor:
         return size
 
     def decompress_untrusted(self, compressed: memoryview, block: memoryview) -> bool:
-        """Bring a block into its buffer; False: it is none. Raises nothing.
+        """Decompress a block into its buffer; return False if it is invalid. Raises nothing.
 
-        Takes no more memory than half a block, whatever the bytes are.
+        Takes at most half a block of memory, whatever the bytes are.
         """
         plane = self._plane_bytes
         frame = compressed[plane:]
         if not self.is_compressed_length(compressed.nbytes):
             return False
         try:
-            # Before the library makes room for what the frame says that it holds.
+            # Before the library allocates the size that the frame claims.
             if self._library.frame_content_size(frame) != plane:
                 return False
             high = self._tools.decompressor.decompress(frame, allow_extra_data=True)
@@ -107,7 +107,7 @@ class BlockCompressor:
 
 
 class _Tools(threading.local):
-    """The library's objects of one thread, which no two threads may use at once."""
+    """One thread's library objects, which no two threads may use at once."""
 
     def __init__(self, library: Any) -> None:  # noqa: ANN401 - loaded late
         of_level = library.ZstdCompressionParameters.from_level
@@ -117,6 +117,6 @@ class _Tools(threading.local):
 
 
 def compressed_namespace(context: BackendContext) -> BackendContext:
-    """Return a context of another namespace: of blocks that may be compressed."""
+    """Return a context of another namespace, for blocks that may be compressed."""
     facts = {**context.namespace.facts, COMPRESSION: BITPLANE_ZSTD}
     return replace(context, namespace=replace(context.namespace, facts=facts))

@@ -1,4 +1,4 @@
-"""The description of an engine's own namespace, as it lies beside the blocks on a server."""
+"""The description of an engine's own namespace, as stored beside the blocks on a server."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 
 class OtherNamespace(StoreFault):
-    """Raised where another namespace, or something else, has this one's name."""
+    """Raised if another namespace, or something else, has this one's name."""
 
 
 class OwnDescription:
-    """What is written where there is none, and compared with what is there."""
+    """The description to write if there is none, and to compare with one that is found."""
 
     def __init__(
         self, name: str, format_name: str, version: int, context: BackendContext, option: str
     ) -> None:
-        """``name``: what it is called there. ``option``: the one that leads elsewhere."""
+        """``name``: its name on the server. ``option``: the option that leads elsewhere."""
         self.name = name
-        self.is_read_only = context.read_only  #: nothing is written where there is none
+        self.is_read_only = context.read_only  #: a missing description is not written
         self._wanted = describe(format_name, version, context)
         self._option = option
         self.text = json.dumps(self._wanted, indent=2, sort_keys=True).encode()
 
     def refuse_other_untrusted(self, raw: bytes | memoryview) -> None:
-        """Compare what was found there. Raises ``OtherNamespace`` and nothing else."""
+        """Compare the description found there. Raises ``OtherNamespace`` and nothing else."""
         if len(raw) > DESCRIPTION_BYTES_MAX:
             raise self.no_description(f"{len(raw)} bytes")
         try:
@@ -52,7 +52,7 @@ class OwnDescription:
             )
 
     def no_description(self, reason: str) -> OtherNamespace:
-        """Return what to raise for something else under this name."""
+        """Return the exception for something else under this name."""
         return self._other(f"no description: {reason}")
 
     def _other(self, what: str) -> OtherNamespace:

@@ -1,4 +1,4 @@
-"""What storage holds of one namespace, counted by walking it, and what of it is to go."""
+"""Counts the blocks of one namespace by walking its storage, and selects those to remove."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class Holding:
-    """The blocks of one namespace. Times are seconds since 1970, None where storage tells none."""
+    """The blocks of one namespace. Times are seconds since 1970, None if storage has none."""
 
     namespace: str
     blocks: int = 0
-    bytes: int = 0  #: of blocks, and of what protects them
+    bytes: int = 0  #: of blocks, and of their protection
     oldest_s: int | None = None
     newest_s: int | None = None
-    dead_blocks: int = 0  #: of weights without a name: no engine finds them that starts
+    dead_blocks: int = 0  #: of unnamed weights: no engine that starts finds them
     dead_bytes: int = 0
     facts: dict[str, Any] = field(default_factory=dict)  #: empty: not known
 
     def add(self, key: Key | None, size: int, stored_s: float | None = None) -> None:
-        """Add a block. ``key``: None if its name does not tell."""
+        """Add a block. ``key``: None if its name does not contain it."""
         self.blocks += 1
         self.bytes += size
         if key is not None and is_unnamed(key):
@@ -36,24 +36,24 @@ class Holding:
             self.newest_s = max(int(stored_s), self.newest_s or 0)
 
     def describe(self, facts: dict[str, Any]) -> None:
-        """Take in what the description of the namespace says."""
+        """Set the facts from the namespace's description."""
         self.facts = facts
 
 
 class Wanted(NamedTuple):
-    """Which blocks are to go: those that are all of this."""
+    """Selects the blocks to remove: those that match all of this."""
 
     namespace: str | None = None
     before_s: float | None = None  #: stored before that
-    dead: bool = False  #: of weights without a name
+    dead: bool = False  #: of unnamed weights
 
     @property
     def are_whole_namespaces(self) -> bool:
-        """Tell whether nothing of a namespace stays."""
+        """Return whether nothing of a namespace stays."""
         return self.before_s is None and not self.dead
 
     def has(self, namespace: str, key: Key | None, stored_s: float | None = None) -> bool:
-        """Tell whether a block is to go. ``key``, ``stored_s``: None where that is not known."""
+        """Return whether a block is to be removed. ``key``, ``stored_s``: None if not known."""
         if self.namespace not in (None, namespace):
             return False
         if self.before_s is not None and (stored_s is None or stored_s >= self.before_s):

@@ -2,13 +2,13 @@
 
     CONNECTING  the server has not been reached yet
     UP          it was reached, and each check since then has passed
-    GONE        a check has failed; nothing is asked of the server until it is reached again
+    GONE        a check has failed; no request is sent to the server until it is reached again
 
-A check is made as soon as a call has met what makes the connection doubtful, and every
-``_check_every_s``. After an attempt that failed comes a pause, which doubles from one to the next,
-with jitter ("Exponential Backoff and Jitter", AWS Architecture Blog, 2015): engines that lost a
-server together do not come back together. An episode of trouble ends once the connection has been
-up for ``STEADY_S``. Until then pauses go on growing, and no reason is logged twice.
+The connection is checked as soon as a call casts doubt on it, and every ``_check_every_s``.
+Each failed attempt is followed by a pause, which doubles from one to the next, with jitter
+("Exponential Backoff and Jitter", AWS Architecture Blog, 2015): engines that lost a server
+together do not come back together. An episode of faults ends once the connection has been up
+for ``STEADY_S``. Until then pauses keep growing, and no reason is logged twice.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from kvtier_backends.incidents import TierCounters
 
 PAUSE_S_MIN: Final = 0.1
-"""The first pause; and the least between two checks, however doubtful the connection is."""
+"""The first pause, and the shortest time between two checks, however doubtful the connection is."""
 PAUSE_S_MAX: Final = 5.0
 STEADY_S: Final = 60.0
 REASONS_MAX: Final = 16
-"""So many reasons are logged in an episode at most."""
+"""At most this many reasons are logged per episode."""
 
-clock = time.monotonic  #: in seconds; tests have one of their own
+clock = time.monotonic  #: in seconds; tests replace it
 sleep = asyncio.sleep  #: likewise
 
 
 class KeptConnection(ABC):
-    """A task of the tier's own. Loop thread only."""
+    """The tier's own task, which keeps the connection. Loop thread only."""
 
     _check_every_s: float = math.inf
 
@@ -66,13 +66,13 @@ class KeptConnection(ABC):
         self.state = Connection.CONNECTING
 
     def start(self, on_state: Callable[[Connection], None]) -> None:
-        """Connect from now on, in the background. ``on_state``: called with each new state."""
+        """Start connecting, in the background. ``on_state``: called with each new state."""
         self._on_state = on_state
         on_state(self.state)
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """End the task. To do so twice is no error."""
+        """End the task. Calling it twice is not an error."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -80,11 +80,11 @@ class KeptConnection(ABC):
         self._release()
 
     def doubt(self) -> None:
-        """Have the connection checked soon: a call has met something odd."""
+        """Have the connection checked soon: a call has seen something odd."""
         self._is_doubtful.set()
 
     def lose(self, loss: StoreFault) -> None:
-        """Take the connection for gone: a call has met what other calls would meet, too."""
+        """Treat the connection as gone: a call met a fault that other calls would meet, too."""
         self._loss = loss
         self.doubt()
 
@@ -94,13 +94,13 @@ class KeptConnection(ABC):
 
     @abstractmethod
     async def _check(self) -> None:
-        """Find out whether the connection still stands. Raises ``StoreFault`` if it does not."""
+        """Check whether the connection still works. Raises ``StoreFault`` if it does not."""
 
     def _release(self) -> None:  # noqa: B027 - some hold nothing
-        """Release what a connection that is gone has left. Also called where nothing is left."""
+        """Release the remains of a lost connection. Also called if there are none."""
 
     def _remedy(self, problem: StoreFault) -> str:  # noqa: ARG002 - for those that know one
-        """Return what a person may do, for the log."""
+        """Return what the operator may do, for the log."""
         return "the tier tries again by itself"
 
     async def _run(self) -> None:
@@ -108,8 +108,8 @@ class KeptConnection(ABC):
             try:
                 await self._turn()
             except asyncio.CancelledError:
-                # A time that runs out just as what it bounds has ended cancels what comes next
-                # (until Python 3.13): nobody has ended this task then.
+                # A timeout that expires just as its body has ended cancels the next wait
+                # (until Python 3.13): then this task was not ended.
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
@@ -132,7 +132,7 @@ class KeptConnection(ABC):
                 await self._is_doubtful.wait()
 
     async def _attempt(self) -> StoreFault | None:
-        """Connect, or check if it is up. Returns why that failed, None if it did not."""
+        """Connect, or check the connection if it is up. Return why that failed, else None."""
         is_up = self.state is Connection.UP
         loss, self._loss = self._loss, None
         self._is_doubtful.clear()
@@ -147,7 +147,7 @@ class KeptConnection(ABC):
         return None
 
     def _succeed(self) -> None:
-        # What calls have met before says nothing of this connection.
+        # Faults that calls met before do not concern this connection.
         self._loss = None
         self._is_doubtful.clear()
         self._up_since = clock()

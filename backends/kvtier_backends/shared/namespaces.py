@@ -1,7 +1,7 @@
-"""The name of everything that changes the bytes of a block, and its description in plain words.
+"""Names everything that changes the bytes of a block, and describes it in plain words.
 
-The name is part of every block's name in storage that is shared. The description lies beside
-the blocks, so that a clash or a mix-up is seen and not served.
+The name is part of every block's name in shared storage. The description is stored beside
+the blocks, so that a clash or a mix-up is detected and not served.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Difference(NamedTuple):
 
 
 class DescriptionDamaged(StoreFault):
-    """Raised for a description that is none. The text says why."""
+    """Raised for an invalid description. The text has the reason."""
 
 
 def describe(format_name: str, version: int, context: BackendContext) -> dict[str, Any]:
@@ -47,14 +47,14 @@ def describe(format_name: str, version: int, context: BackendContext) -> dict[st
 
 
 def namespace_digest(context: BackendContext) -> bytes:
-    """Return 16 bytes that stand for everything that changes the bytes of a block."""
+    """Return a digest, 16 bytes, of everything that changes the bytes of a block."""
     facts = {"block_bytes": context.block_bytes, "facts": dict(context.namespace.facts)}
     canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.blake2b(canonical.encode(), digest_size=NAMESPACE_DIGEST_BYTES).digest()
 
 
 def namespace_name(context: BackendContext) -> str:
-    """Return the name: of the model, for people, and of all facts, for safety.
+    """Return the name: the model's, for people, with a digest of all facts, for safety.
 
     Letters, digits, dots, dashes and underscores, at most 77 of them.
     """
@@ -75,7 +75,7 @@ def parse_description_untrusted(raw: bytes | memoryview) -> dict[str, Any]:
 
 
 def facts_of(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a description says of its engines; nothing if it is none of kvtier's."""
+    """Return the facts of a description's engines; empty if it is not one of kvtier's."""
     facts = description.get("facts")
     return facts if isinstance(facts, dict) else {}
 
@@ -100,7 +100,7 @@ def as_json(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest_of(facts: Mapping[str, Any]) -> str:
-    """Return 12 hex digits that stand for these JSON values."""
+    """Return a digest of these JSON values, 12 hex digits."""
     canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:_DIGEST_HEX_DIGITS]
 

@@ -1,7 +1,7 @@
-"""A block as it lies in shared storage: its bytes, and a trailer that says what they should be.
+"""Encodes a block for shared storage: its bytes, and a trailer that describes them.
 
-The bytes may be compressed; what signs or encrypts them (``protected_records``) covers what is
-stored. The digest is the block's own.
+The bytes may be compressed; signatures and encryption (``protected_records``) cover the stored
+bytes. The digest is the block's own.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 class Record(NamedTuple):
-    """A block as it is to be stored: both, one behind the other."""
+    """A block as it is stored: the payload, followed by the trailer."""
 
     payload: memoryview  #: ``block_bytes`` long, less if it is compressed
     trailer: bytes
 
 
 class Records:
-    """Makes records of blocks, and blocks of records. Any thread may call any method.
+    """Encodes blocks as records, and decodes records. Any thread may call any method.
 
-    These are neither signed nor encrypted: whoever can write to the storage can plant blocks.
+    These are neither signed nor encrypted: anyone who can write to the storage can plant blocks.
     """
 
     form: ClassVar = Form.PLAIN
@@ -47,53 +47,53 @@ class Records:
         self._compressor = compressor
         self._counters = TierCounters()
         self.context = context if compressor is None else compressed_namespace(context)
-        """What names and descriptions of the namespace are made from: how blocks are protected and
-        compressed is among its facts, so that engines that differ in it never share a name."""
+        """Source of the namespace's name and description: how blocks are protected and compressed
+        is among its facts, so that engines that differ in it never share a name."""
 
     @property
     def are_compressed(self) -> bool:
-        """Whether they are of several lengths: ``record_bytes`` is the largest."""
+        """Whether records differ in length: ``record_bytes`` is the largest."""
         return self._compressor is not None
 
     @property
     def are_plain(self) -> bool:
-        """Whether a payload is the block itself: then it may be read into the slot at once."""
+        """Whether a payload is the block itself: then it may be read directly into the slot."""
         return not self.are_compressed
 
     @property
     def are_cheap(self) -> bool:
-        """Whether a record takes a microsecond to make. Else it belongs into ``RecordThreads``."""
+        """Whether a record takes a microsecond to make. If not, it belongs in ``RecordThreads``."""
         return self.form is Form.PLAIN and not self.are_compressed
 
     def trailer_bytes(self, key: bytes) -> int:
-        """Return how long the trailer of this key's block is."""
+        """Return the length of the trailer of this key's block."""
         return trailer_bytes(key, self.form)
 
     def record_bytes(self, key: bytes) -> int:
-        """Return how long the record of this key's block is, at most."""
+        """Return the maximum length of the record of this key's block."""
         return self._block_bytes + self.trailer_bytes(key)
 
     def is_record_length(self, key: bytes, size: int) -> bool:
-        """Tell whether a record of this key's block may be so long."""
+        """Return whether a record of this key's block may have this length."""
         return self.is_payload_length(size - self.trailer_bytes(key))
 
     def is_payload_length(self, size: int) -> bool:
-        """Tell whether a payload may be so long."""
+        """Return whether a payload may have this length."""
         if size == self._block_bytes:
             return True
         return self._compressor is not None and self._compressor.is_compressed_length(size)
 
     def counts(self) -> Mapping[str, int]:
-        """Return ``unauthenticated``: records that no key of ours vouches for. 0 is left out.
+        """Return ``unauthenticated``: records that none of our keys authenticates. 0 is left out.
 
-        With compression also the bytes of blocks that were to be stored, and of their payloads.
+        With compression, also the bytes of blocks to be stored, and of their payloads.
         """
         return self._counters.counts()
 
     def encode(self, block: StoreBlock) -> Record:
-        """Return the record of a block. ``payload`` may be the block's buffer, or to be given back.
+        """Return a block's record. ``payload`` may be the block's buffer; if not, give it back.
 
-        It is page-aligned where it is not the buffer.
+        It is page-aligned if it is not the buffer.
         """
         trailer = Trailer(self.form, block.digest)
         if self._compressor is None:
@@ -114,18 +114,18 @@ class Records:
         return record
 
     def room_for(self, buffer: memoryview) -> memoryview:
-        """Return where to read the payload of a block to that belongs into ``buffer``.
+        """Return the memory for reading the payload of a block that belongs in ``buffer``.
 
-        That is ``buffer`` itself where payloads are plain. Else it is page-aligned memory of the
-        same length, as is the payload that ``encode`` makes.
+        That is ``buffer`` itself if payloads are plain. Otherwise it is page-aligned memory of
+        the same length, as is the payload that ``encode`` makes.
         """
         return buffer if self._compressor is None else self._compressor.borrow()
 
     def give_back(self, payload: memoryview) -> None:
-        """Keep a payload's memory for the next one. Nobody reads or writes it any more.
+        """Keep a payload's memory for the next one. Nothing may read or write it any more.
 
-        For payloads of ``encode`` and ``room_for``. After a call that was cancelled or that raised
-        somebody may still be at it: then leave it, and it goes with the last who has it.
+        For payloads of ``encode`` and ``room_for``. After a call that was cancelled or raised, it
+        may still be in use: then drop it, and it is freed with its last reference.
         """
         if self._compressor is not None:
             self._compressor.give_back(payload)
@@ -133,9 +133,9 @@ class Records:
     def decode_untrusted(
         self, key: bytes, payload: memoryview, trailer: bytes | memoryview, buffer: memoryview
     ) -> Loaded:
-        """Bring the block of a record into ``buffer``, which may be ``payload`` itself.
+        """Decode the block of a record into ``buffer``, which may be ``payload`` itself.
 
-        Raises nothing: what is torn, foreign, another key's, or not vouched for is DAMAGED.
+        Raises nothing: a torn, foreign or unauthenticated record, or another key's, is DAMAGED.
         """
         found = decode_trailer_untrusted(bytes(trailer), key, self._block_bytes)
         if found is None or not self._is_length_of(found.coding, payload.nbytes):
@@ -171,15 +171,15 @@ class Records:
         return Loaded(Outcome.DONE, digest)
 
     def _protect(self, key: bytes, payload: memoryview, trailer: Trailer) -> Record:
-        """Return the record of what is to be stored, which may be the payload itself."""
+        """Return the record to store, which may contain the payload itself."""
         return Record(payload, encode_trailer(key, self._block_bytes, trailer))
 
     def _open_untrusted(
         self, key: bytes, payload: memoryview, trailer: Trailer, buffer: memoryview
     ) -> bytes | None:
-        """Bring what was protected into ``buffer``, which is as long as the payload.
+        """Verify or decrypt the payload into ``buffer``, which is as long as the payload.
 
-        Returns the block's digest, None if nobody vouches for it.
+        Returns the block's digest, None if it is not authenticated.
         """
         del key
         if payload is not buffer:

@@ -1,6 +1,6 @@
-"""Records that whoever has no key can neither make (signed) nor read either (encrypted).
+"""Records that cannot be made (signed), or not even read (encrypted), without a key.
 
-A signature covers the namespace, all of the trailer that stands before it, the
+A signature covers the namespace, all of the trailer before it, the
 block's key and its bytes. So does the tag of an encrypted block; the digest is
 masked there. Whether a block is compressed follows from the number of its bytes.
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 PROTECTION: Final = "protection"  #: the name of the fact in which such namespaces differ
 _DOMAIN: Final = b"kvtier record\n"
-"""Stands before what is covered: what the same key signs or encrypts elsewhere is no record."""
+"""Precedes the covered bytes: data that the same key protects elsewhere is not a record."""
 
 
 class SignedRecords(Records):
-    """Blocks that everybody can read, and only a holder of a key can make."""
+    """Blocks that anyone can read, and only a holder of a key can make."""
 
     form: ClassVar = Form.SIGNED
 
@@ -54,7 +54,7 @@ class SignedRecords(Records):
     def _open_untrusted(
         self, key: bytes, payload: memoryview, trailer: Trailer, buffer: memoryview
     ) -> bytes | None:
-        # The copy is what is verified: where the payload lies, others may write.
+        # Verify the copy: others may write to the payload's memory.
         digest = super()._open_untrusted(key, payload, trailer, buffer)
         covered = self._covered(key, trailer)
         is_signed = self._signer.is_signed(trailer.key_id, covered, buffer, trailer.tag)
@@ -67,7 +67,7 @@ class SignedRecords(Records):
 class EncryptedRecords(Records):
     """Blocks that only a holder of a key can read, or make.
 
-    How long a compressed one is, everybody sees: in whole pages.
+    The length of a compressed block is visible to anyone, in whole pages.
     """
 
     form: ClassVar = Form.ENCRYPTED
@@ -85,7 +85,7 @@ class EncryptedRecords(Records):
 
     @property
     def are_plain(self) -> bool:
-        """They are not."""
+        """Always False: a payload is encrypted."""
         return False
 
     def _protect(self, key: bytes, payload: memoryview, trailer: Trailer) -> Record:
@@ -102,7 +102,7 @@ class EncryptedRecords(Records):
         return self._cipher.borrow(1)[: buffer.nbytes]
 
     def give_back(self, payload: memoryview) -> None:
-        """Keep the memory."""
+        """Keep the memory for the next payload."""
         self._cipher.give_back(payload)
 
     def _open_untrusted(
@@ -115,6 +115,6 @@ class EncryptedRecords(Records):
 
 
 def _protected(context: BackendContext, how: str) -> BackendContext:
-    """Return a context of another namespace: of blocks that are protected in this way."""
+    """Return a context of another namespace, for blocks that are protected in this way."""
     facts = {**context.namespace.facts, PROTECTION: how}
     return replace(context, namespace=replace(context.namespace, facts=facts))

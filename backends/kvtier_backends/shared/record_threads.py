@@ -1,7 +1,7 @@
-"""Makes records of many blocks for an event loop, and blocks of many records.
+"""Encodes and decodes the records of many blocks for an event loop.
 
-Plain ones are made at once: that takes a microsecond each. Compression, signing and
-encryption go over all bytes, without the GIL, in threads of their own.
+Plain records are made on the loop: that takes a microsecond each. Compression, signing and
+encryption process all bytes, without the GIL, in threads of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RECORD_THREADS: Final = 2
 
 
 class StoredRecord(NamedTuple):
-    """A record as it was found, and where its block is to go."""
+    """A record as it was read, and the buffer for its block."""
 
     key: bytes
     payload: memoryview
@@ -34,9 +34,9 @@ class StoredRecord(NamedTuple):
 
 
 class RecordThreads:
-    """Loop thread only, but for ``busy``.
+    """Threads that encode and decode records. Loop thread only, except ``busy``.
 
-    A call that is cancelled leaves its thread at work until that is done.
+    After a call is cancelled, its thread works on until it is done.
     """
 
     def __init__(self, records: Records, tier_name: str) -> None:
@@ -45,14 +45,14 @@ class RecordThreads:
         self._is_stopped = False
 
     async def encode_all(self, blocks: Sequence[StoreBlock]) -> list[Record]:
-        """Return the blocks' records. Give their payloads back when nothing reads them any more.
+        """Return the blocks' records. Give back their payloads when nothing reads them any more.
 
         Raises ``StoreFault`` after ``stop``.
         """
         return await self._run(partial(_encode_all, self._records, blocks))
 
     async def decode_all(self, stored: Sequence[StoredRecord]) -> list[Loaded]:
-        """Bring each record's block into its buffer, as ``Records.decode_untrusted`` does.
+        """Decode each record's block into its buffer, as ``Records.decode_untrusted`` does.
 
         Raises ``StoreFault`` after ``stop``.
         """

@@ -1,15 +1,15 @@
-"""What lies behind a block in shared storage, and says what the block should be.
+"""Encodes and decodes the trailer behind a block in shared storage, which describes the block.
 
-Layout, little endian; the length follows from the key's and the form:
+Layout, little endian; the length follows from the key's length and the form:
 
     magic(8) version(u16) key_length(u16) form(u16) coding(u16) block_bytes(u64) digest(16)
     key  [key_id(16) tag(32)]  checksum(u64)
 
-``block_bytes`` and digest are the block's, whatever its coding has made of it.
+``block_bytes`` and digest are the original block's, whatever its coding.
 
-The checksum is XXH3-64 over everything before it: it tells what is torn. Key id
-and tag are those of the secret key that signed or encrypted, and are not there
-in the plain form. What they cover is said where they are made.
+The checksum is XXH3-64 over everything before it: it detects torn writes. Key id
+and tag are those of the secret key that signed or encrypted, and are absent in
+the plain form. The code that makes them documents what they cover.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHECKSUM: Final = struct.Struct("<Q")
 
 
 class Form(IntEnum):
-    """In which form a block lies there."""
+    """The form in which a block is stored."""
 
     PLAIN = 0
     SIGNED = 1
@@ -46,7 +46,7 @@ class Coding(IntEnum):
 
 
 class Trailer(NamedTuple):
-    """What a trailer says. Nobody has vouched for it yet."""
+    """The contents of a trailer, not yet authenticated."""
 
     form: Form
     digest: bytes  #: masked, if the block is encrypted
@@ -56,15 +56,15 @@ class Trailer(NamedTuple):
 
 
 def trailer_bytes(key: bytes, form: Form) -> int:
-    """Return how long the trailer of this key's block is."""
+    """Return the length of the trailer of this key's block."""
     proof = 0 if form is Form.PLAIN else KEY_ID_BYTES + TAG_BYTES
     return _HEAD.size + len(key) + proof + _CHECKSUM.size
 
 
 def encode_head(key: bytes, block_bytes: int, trailer: Trailer) -> bytes:
-    """Return all of a trailer that is known before the block is signed or encrypted.
+    """Return the part of a trailer that is known before the block is signed or encrypted.
 
-    No two of them are the same for different keys, forms, codings, lengths or digests.
+    It differs for different keys, forms, codings, lengths or digests.
     """
     kind = (trailer.form, trailer.coding)
     return _HEAD.pack(_MAGIC, _VERSION, len(key), *kind, block_bytes, trailer.digest) + key
@@ -77,7 +77,7 @@ def encode_trailer(key: bytes, block_bytes: int, trailer: Trailer) -> bytes:
 
 
 def decode_trailer_untrusted(raw: bytes, key: bytes, block_bytes: int) -> Trailer | None:
-    """Return what a trailer says, if it is a whole one, and this key's. Raises nothing."""
+    """Return a trailer's contents if it is whole and this key's, else None. Raises nothing."""
     if len(raw) < trailer_bytes(key, Form.PLAIN):
         return None
     magic, version, key_length, form, coding, length, digest = _HEAD.unpack_from(raw)

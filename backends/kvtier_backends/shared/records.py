@@ -1,6 +1,6 @@
-"""How the blocks of a tier are stored that others use too: its options, and what does it.
+"""Reads the options by which tiers on shared storage compress and protect their blocks.
 
-Each backend has the options among its own::
+Each backend has these options among its own::
 
     compression: str | None = COMPRESSION_OPTION()
     auth_key_file: str | None = AUTH_KEY_FILE()
@@ -66,15 +66,15 @@ ENCRYPTION_KEY_ENV: Final = partial(
 )
 
 _COMPRESSED_DTYPE: Final = "bfloat16"
-"""Measured: float16 shrinks to 87 %, and 8-bit floats to 93 %, which is less than it is worth."""
+"""Measured: float16 shrinks to 87 %, and 8-bit floats to 93 %, too little to be worth it."""
 
 
 def make_records(reader: Options, context: BackendContext) -> Records:
-    """Read how blocks are compressed and protected, and return what does it.
+    """Return the ``Records`` that compress and protect blocks as the options say.
 
     Raises ``ConfigError``.
 
-    Reads the file of keys, or the environment, and nothing else.
+    Reads the key file, or the environment, and nothing else.
     """
     compressor = _make_compressor(reader, context)
     signing = read_keyring(reader, AUTH_KEY)
@@ -98,12 +98,12 @@ def make_records(reader: Options, context: BackendContext) -> Records:
 
 
 def _make_compressor(reader: Options, context: BackendContext) -> BlockCompressor | None:
-    """Return what compresses blocks, None where that was not asked for. Raises ``ConfigError``."""
+    """Return the compressor of blocks, None if it was not requested. Raises ``ConfigError``."""
     reader.allow(COMPRESSION)
     if not reader.has(COMPRESSION):
         return None
     kind = reader.text(COMPRESSION, choices=(BITPLANE_ZSTD,))
-    # Without an engine (``kvtier check``) nobody knows.
+    # Not known without an engine (``kvtier check``).
     kv_dtype = context.namespace.facts.get("kv_dtype", _COMPRESSED_DTYPE)
     if context.block_bytes % 2:
         raise reader.error(

@@ -1,4 +1,4 @@
-"""A command that prints a secret, such as a token that lasts for minutes."""
+"""Runs a command that prints a secret, such as a token that lasts for minutes."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from kvtier_backends.shared.secret_file import SECRET_BYTES_MAX
 
 COMMAND_S_MAX: Final = 10.0
 SECRETS_S_MAX: Final = COMMAND_S_MAX + 1.0
-"""How long to wait for all that a login reads: what a command prints, and files, which may hang."""
+"""How long to wait for all that a login reads: a command's output, and files, which may hang."""
 
 KEPT_S: Final = 5.0
-"""What a command has printed is used for so long: connections are made several at a time."""
+"""A command's output is reused for this long: connections are made several at a time."""
 
 
 class SecretCommand:
-    """Runs a command without a shell, and returns what it prints. One thread."""
+    """Runs a command without a shell, and returns its output. One thread."""
 
     def __init__(self, command: str) -> None:
         self._command = command
-        self._printed: tuple[float, str] | None = None  # when, and what
+        self._printed: tuple[float, str] | None = None  # the time and the output
 
     def __call__(self) -> str:
-        """Return what it prints. It may block. Raises ``ConfigError``, without what it prints."""
+        """Return the output. May block. Raises ``ConfigError``, without the output."""
         if self._printed is None or time.monotonic() - self._printed[0] > KEPT_S:
             self._printed = time.monotonic(), self._run()
         return self._printed[1]
 
     def forget(self) -> None:
-        """Run it anew the next time: what it has printed was refused."""
+        """Run it again next time: its output was refused."""
         self._printed = None
 
     def _run(self) -> str:
@@ -55,5 +55,5 @@ class SecretCommand:
             raise ConfigError(f"it took more than {COMMAND_S_MAX:g} s") from None
         except OSError as problem:
             raise ConfigError(problem.strerror or "it can't be run") from None
-        except UnicodeError:  # whose text would show a part of it
+        except UnicodeError:  # its text would show a part of the output
             raise ConfigError("it prints no text") from None

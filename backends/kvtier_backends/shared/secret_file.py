@@ -1,4 +1,4 @@
-"""A file with a secret in it: keys, or a password. What goes wrong never tells what it says."""
+"""Reads a file with a secret: keys, or a password. Errors never reveal its contents."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def read_secret_file(path: str) -> str:
             raise ConfigError("others may read it: run chmod 600 on it")
         try:
             return file.read(SECRET_BYTES_MAX).decode()
-        except ValueError:  # whose text would show a part of it
+        except ValueError:  # its text would show a part of the secret
             raise ConfigError("it is no text in UTF-8") from None

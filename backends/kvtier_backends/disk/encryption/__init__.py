@@ -1,1 +1,1 @@
-"""AES-256-GCM between the backend and the log."""
+"""Applies AES-256-GCM between the backend and the log."""

@@ -1,4 +1,4 @@
-"""Puts encryption between the log and those who use it: the log sees encrypted blocks only."""
+"""Puts encryption between the log and its callers: the log sees only encrypted blocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENCRYPTION_THREADS: Final = 2
 
 
 class EncryptedLog:
-    """Encrypts what is stored and decrypts what is loaded, in threads of its own."""
+    """Encrypts stored blocks and decrypts loaded ones, in threads of its own."""
 
     def __init__(self, cipher: BlockCipher, name: str) -> None:
         self.keyring = cipher.keyring
@@ -40,7 +40,7 @@ class EncryptedLog:
         self._is_stopped = False
 
     async def store(self, log: BlockLog, blocks: Sequence[StoreBlock]) -> list[Outcome]:
-        """Encrypt the blocks that are not there yet, and append them."""
+        """Encrypt the blocks that are not stored yet, and append them."""
         fresh = [block for block in blocks if not log.has(block.key)]
         if not fresh:
             return [Outcome.DONE] * len(blocks)
@@ -97,7 +97,7 @@ class EncryptedLog:
 
 
 def make_encrypted_log(reader: Options, context: BackendContext) -> EncryptedLog | None:
-    """Read the keys that the options name, if they name any. Raises ``ConfigError``."""
+    """Read the keys that the options name, if any. Raises ``ConfigError``."""
     keyring = read_keyring(reader, ENCRYPTION_KEY)
     if keyring is None:
         return None

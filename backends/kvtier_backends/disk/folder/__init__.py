@@ -1,1 +1,1 @@
-"""The folder: claimed, opened and recovered."""
+"""Claims, opens and recovers the folder."""

@@ -1,7 +1,7 @@
-"""Whether a tier of this capacity can be: refuses what can't, and names the option to change.
+"""Refuses tier capacities that can't work, and names the option to change.
 
-What may work and hardly was meant, a capacity beyond the disk or an index that
-takes much of the memory, is reported when the tier opens.
+Capacities that may work but were hardly intended, beyond the disk or with an index
+that takes much of the memory, are reported when the tier opens.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from kvtier_backends.disk.folder.claim import Plan
 
 INDEX_BYTES_PER_BLOCK: Final = 90
-"""What the index takes for a stored block with a key of 36 bytes; its tag comes on top."""
+"""Index memory for a stored block with a key of 36 bytes; its tag comes on top."""
 
 INDEX_MEMORY_FRACTION: Final = 0.25
-"""Of the free memory: an index that may take more is reported."""
+"""Fraction of the free memory: an index that may take more is reported."""
 
 
 def check_region_bytes(
@@ -54,7 +54,7 @@ def check_region_bytes(
 
 
 def check_new_folder(reader: Options, given: DiskOptions, context: BackendContext) -> None:
-    """Check how a folder would be cut that begins anew. Raises ``ConfigError`` and ``OSError``."""
+    """Check how a new folder would be laid out. Raises ``ConfigError`` and ``OSError``."""
     capacity_bytes, tag_bytes = given.capacity_bytes, given.tag_bytes
     if given.region_bytes is not None:
         check_region_bytes(reader, given.region_bytes, capacity_bytes, context, tag_bytes)
@@ -84,7 +84,7 @@ def check_plan(
 def check_memory(
     reader: Options, capacity_bytes: int, path: str, plan: Plan, tag_bytes: int
 ) -> None:
-    """Raise ``ConfigError`` if the index of what the disk can hold exceeds the machine's memory.
+    """Raise ``ConfigError`` if the index of a full disk exceeds the machine's memory.
 
     Raises ``OSError``.
     """
@@ -101,7 +101,7 @@ def check_memory(
 
 
 def doubts(path: str, capacity_bytes: int, plan: Plan, tag_bytes: int) -> dict[str, str]:
-    """Return what is odd about a capacity, as texts by the name they are counted by.
+    """Return warnings about a capacity, as texts by the name they are counted by.
 
     Raises ``OSError``.
     """
@@ -122,7 +122,7 @@ def doubts(path: str, capacity_bytes: int, plan: Plan, tag_bytes: int) -> dict[s
 
 
 def index_bytes(path: str, plan: Plan, tag_bytes: int) -> int:
-    """Return how much memory the index takes when all is used that the disk has room for."""
+    """Return how much memory the index takes once all that the disk has room for is used."""
     geometry = plan.geometry
     regions = min(plan.regions, _disk_bytes(path) // geometry.region_bytes + 1)
     return regions * geometry.slots * (INDEX_BYTES_PER_BLOCK + tag_bytes)

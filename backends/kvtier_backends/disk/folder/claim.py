@@ -1,6 +1,6 @@
-"""Claims a folder for one engine, and decides how it is cut into regions.
+"""Claims a folder for one engine, and decides how it is divided into regions.
 
-A claim is an flock on the file ``lock``, which the kernel takes back when its
+A claim is an flock on the file ``lock``, which the kernel releases when its
 owner ends, however it ends. Beside it lie ``superblock`` (two copies of one
 page, so that one flipped bit does not cost the folder) and the segment files.
 """
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 REGION_BYTES_USUAL: Final = 64 << 20
-REGION_SLOTS_MIN: Final = 16  #: fewer only where the folder would have too few regions then
+REGION_SLOTS_MIN: Final = 16  #: fewer only if the folder would otherwise have too few regions
 REGION_SLOTS_MAX: Final = 8192  #: listing the blocks of one region stays short
 REGIONS_WANTED: Final = 64
 REGIONS_LOW: Final = 8
-REGIONS_KEPT_MIN: Final = 6  #: a folder that is cut into fewer is cut anew, if that helps
+REGIONS_KEPT_MIN: Final = 6  #: a folder divided into fewer is laid out again, if that helps
 REGIONS_MIN: Final = 4
 SEGMENT_BYTES_USUAL: Final = 1 << 30
 FOLDER_BYTES: Final = 4 * PAGE_BYTES  #: the lock and the superblock, rounded up
@@ -59,10 +59,10 @@ It absorbs dead blocks until their region is reclaimed.
 """
 
 LOCK_WAIT_S_MAX: Final = 1.0
-"""A lock that is held gets so long to go.
+"""How long to wait for a held lock.
 
 ``kvtier ls`` and ``fsck`` hold it for an instant, a killed engine until the kernel
-has put its memory away. An engine that starts just then must not be refused.
+has freed its memory. An engine that starts just then must not be refused.
 """
 
 _LOCK_POLL_S: Final = 0.02
@@ -72,7 +72,7 @@ _SEGMENT_PATTERN: Final = re.compile(r"segment-(\d{5})\.kv")
 
 
 class Plan(NamedTuple):
-    """How a folder of one capacity is used."""
+    """The layout of a folder of one capacity."""
 
     geometry: RegionGeometry
     regions: int
@@ -80,14 +80,14 @@ class Plan(NamedTuple):
 
     @property
     def capacity_blocks(self) -> int:
-        """The advertised capacity: without what is open, kept back or overprovisioned."""
+        """The advertised capacity: without open, kept-back and overprovisioned slots."""
         return max(1, int((self.regions - 2) * self.geometry.slots * (1 - OVERPROVISION_FRACTION)))
 
 
 def plan_folder(
     capacity_bytes: int, block_bytes: int, tag_bytes: int, region_bytes: int | None
 ) -> Plan:
-    """Cut ``capacity_bytes`` into regions, of ``region_bytes`` if that is given.
+    """Divide ``capacity_bytes`` into regions, of ``region_bytes`` if given.
 
     The plan has fewer than ``REGIONS_MIN`` regions, or no slot, if there is too little room.
     """
@@ -129,11 +129,11 @@ class Claim:
         allow_world_writable: bool = False,
         wait_s: float = 0.0,
     ) -> None:
-        """Make the folder if it is missing, and claim it. Raises ``ConfigError``.
+        """Create the folder if it is missing, and claim it. Raises ``ConfigError``.
 
-        ``user_pid``: the process to name to whoever comes later; without one, this process.
-        ``wait_s``: so long it may wait for an engine that has the folder, ``LOCK_WAIT_S_MAX`` at
-        least. One that goes on using it is trouble of the storage's: it may pass.
+        ``user_pid``: the process to name to later claimants; without one, this process.
+        ``wait_s``: how long to wait for an engine that has the folder, at least
+        ``LOCK_WAIT_S_MAX``. One that goes on using it is a fault of the storage: it may pass.
         """
         self.path = path
         self.user_pid = os.getpid() if user_pid is None else user_pid
@@ -160,26 +160,26 @@ class Claim:
         self.release()
 
     def release(self) -> None:
-        """Let the folder go. A second call does nothing."""
+        """Release the folder. A second call does nothing."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with suppress(OSError):
                 os.close(descriptor)
 
     def again(self) -> Claim:
-        """Claim the folder anew, once it is there again. Raises ``ConfigError``."""
+        """Claim the folder again, once it is back. Raises ``ConfigError``."""
         allowed = self._allow_world_writable
         return Claim(self.path, ConfigError, self.user_pid, allow_world_writable=allowed)
 
     def stands(self) -> bool:
-        """Tell whether the folder is still the one that was claimed.
+        """Return whether the folder is still the one that was claimed.
 
-        Raises ``OSError`` where the medium does not say: that is no sign that it is gone.
+        Raises ``OSError`` if the medium fails: that is not a sign that the folder is gone.
         """
         return self._descriptor is not None and self.is_in(self.path)
 
     def is_in(self, folder: str) -> bool:
-        """Tell whether the lock lies in this folder. Raises ``OSError`` as ``stands`` does."""
+        """Return whether the lock lies in this folder. Raises ``OSError`` as ``stands`` does."""
         try:
             there = os.lstat(f"{folder}/{LOCK_NAME}")
         except (FileNotFoundError, NotADirectoryError):
@@ -213,9 +213,9 @@ class Claim:
 def refuse_bare_mount_point(
     path: str, filesystem: int | None, refuse: Callable[[str], ConfigError]
 ) -> None:
-    """Refuse what a tier that is restarted finds on another filesystem, if it is no tier's folder.
+    """Refuse a path that a restarted tier finds on another filesystem, without a tier's folder.
 
-    ``filesystem``: the number of the one that it has used; None at an engine's start. Raises
+    ``filesystem``: the number of the one used before; None at an engine's start. Raises
     ``ConfigError``.
     """
     try:
@@ -228,7 +228,7 @@ def refuse_bare_mount_point(
 
 
 def not_ours(problem: NotAFile) -> str:
-    """Return what to say of a folder that has something else in the place of a file of ours."""
+    """Return the refusal of a folder that has something else in place of one of our files."""
     return (
         f"holds what no disk tier puts there: {problem.strerror}. Remove it, "
         "or name another folder."
@@ -236,7 +236,7 @@ def not_ours(problem: NotAFile) -> str:
 
 
 def _lock(descriptor: int, wait_s: float) -> bool:
-    """Take the lock, within this time: else it is another's. Raises ``OSError``."""
+    """Take the lock within this time; False: another process keeps it. Raises ``OSError``."""
     poll_s = _LOCK_POLL_S if wait_s <= LOCK_WAIT_S_MAX else _LOCK_POLL_S_OF_LONG_WAITS
     waits = round(wait_s / poll_s)
     for wait in range(waits + 1):
@@ -267,9 +267,9 @@ def read_superblock(path: str) -> Superblock:
 
 
 def write_superblock(path: str, superblock: Superblock) -> None:
-    """Put a superblock in the place of any older one, in one step. Raises ``OSError``.
+    """Replace any older superblock with this one, in one step. Raises ``OSError``.
 
-    It is read first: one that storage has torn takes no sound one's place.
+    The new one is read back first: a torn one never replaces a sound one.
     """
     temporary = f"{path}/{SUPERBLOCK_NAME}.new"
     remove_whatever(temporary)
@@ -286,7 +286,7 @@ def write_superblock(path: str, superblock: Superblock) -> None:
 
 
 def new_superblock(plan: Plan) -> Superblock:
-    """Return the superblock of a folder that begins now."""
+    """Return the superblock of a new folder."""
     return Superblock(
         os.urandom(ID_BYTES), plan.geometry.region_bytes, plan.segment_regions, time_s(time.time())
     )

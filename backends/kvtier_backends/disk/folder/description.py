@@ -1,7 +1,7 @@
-"""The description of a namespace in plain words, as a region's header holds it.
+"""Describes a namespace in plain words, for a region's header.
 
-What an engine serves is decided by the namespace's digest. The description is for people: ``kvtier
-ls`` shows by it whose blocks these are, and in what two namespaces differ.
+The namespace's digest decides which blocks an engine serves. The description is for people: from
+it, ``kvtier ls`` shows whose blocks these are, and how two namespaces differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COMPRESSION_LEVEL: Final = 9
 
 
 def describe(context: BackendContext) -> bytes:
-    """Return the facts, compressed. A header leaves out what is too long for it."""
+    """Return the facts, compressed. A header leaves out a description that is too long."""
     text = json.dumps(
         namespaces.as_json(context.namespace.facts), sort_keys=True, separators=(",", ":")
     )
@@ -28,7 +28,7 @@ def describe(context: BackendContext) -> bytes:
 
 
 def facts_untrusted(description: bytes) -> dict[str, Any]:
-    """Return the facts; none if there is no description, or it is damaged. Raises nothing."""
+    """Return the facts; empty if there is no description, or it is damaged. Raises nothing."""
     try:
         text = zlib.decompressobj().decompress(description, namespaces.DESCRIPTION_BYTES_MAX)
         return namespaces.parse_description_untrusted(text)
@@ -37,7 +37,7 @@ def facts_untrusted(description: bytes) -> dict[str, Any]:
 
 
 def tell_of_others(tier_name: str, path: str, others_bytes: int) -> None:
-    """Log how much of the folder other namespaces have, if any: an older kvtier's, or a model's."""
+    """Log how much of the folder other namespaces use, if any: an older kvtier's, or a model's."""
     if others_bytes:
         log.info(
             "disk tier: a part of the folder holds blocks of other namespaces, which this engine "

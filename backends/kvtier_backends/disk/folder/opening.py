@@ -1,4 +1,4 @@
-"""Opens a folder: judges its superblock, truncates what is too long, recovers what is sound."""
+"""Opens a folder: judges its superblock, and truncates or removes segment files."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 class Verdict(NamedTuple):
-    """What a folder is, before anything in it is changed."""
+    """The case and layout of a folder, before anything in it is changed."""
 
     plan: Plan
-    superblock: Superblock | None  #: None: the folder begins anew
+    superblock: Superblock | None  #: None: the folder starts empty
     case: Case
 
 
 def judge_folder(
     path: str, capacity_bytes: int, block_bytes: int, tag_bytes: int, region_bytes: int | None
 ) -> Verdict:
-    """Decide how the folder is used: as it is cut already, if that fits. Raises ``OSError``."""
+    """Decide the folder's layout: the existing one, if that fits. Raises ``OSError``."""
     wanted = plan_folder(capacity_bytes, block_bytes, tag_bytes, region_bytes)
     try:
         superblock = read_superblock(path)
@@ -45,7 +45,7 @@ def judge_folder(
     found = found._replace(segment_regions=superblock.segment_regions)
     fits = found.geometry.region_bytes == superblock.region_bytes
     if region_bytes is None:
-        # Cut for another capacity or block size, yet good enough to keep what is in it.
+        # Laid out for another capacity or block size, yet good enough to keep its blocks.
         fits = fits and found.regions >= min(REGIONS_KEPT_MIN, wanted.regions)
         fits = fits and found.geometry.slots >= min(REGION_SLOTS_MIN, wanted.geometry.slots)
     else:
@@ -67,7 +67,7 @@ def judge_returned_folder(path: str, plan: Plan) -> Verdict:
 
 
 def prepare_folder(path: str, verdict: Verdict) -> tuple[Superblock, Mapping[str, int]]:
-    """Make the folder what it was judged to be; returns its superblock and what to count.
+    """Prepare the folder as its verdict requires; return its superblock and the counts to add.
 
     Blocks, and raises ``OSError``.
     """

@@ -1,8 +1,8 @@
-"""What is done with what a folder holds when it is opened: named cases, as tables.
+"""Decides how the contents of a folder are used when it is opened: named cases, as tables.
 
 Each table has one row for every combination of facts; a test walks them all.
-A fact is only looked at where those before it say that it can be, so the rows
-read like a list of questions. What is sound is served; the rest is dropped,
+A fact is only checked if those before it allow that, so the rows
+read like a list of questions. Sound contents are served; the rest is dropped,
 and counted under the name of its case.
 """
 
@@ -39,31 +39,31 @@ NO: Final = False
 ANY: Final = None
 
 READ_AGAIN_PAUSE_S: Final = 0.2
-READ_AGAIN_MAX: Final = 5  #: in all: a disk that cannot be read delays the start no longer
+READ_AGAIN_MAX: Final = 5  #: in all: an unreadable disk delays the start no longer than this
 
 _BATCH_BYTES: Final = 2 << 20
 _BATCHES_AT_ONCE: Final = 4
 
 
 class Action(Enum):
-    """What is done with a superblock, a region or a table page."""
+    """How a superblock, a region or a table page is treated."""
 
     SERVE = "serve"
-    REUSE = "reuse"  #: nothing in it is of use: overwrite it
-    REUSE_LAST = "reuse last"  #: it may be of use to another engine later: overwrite it last
-    SKIP = "skip"  #: look at the next one
+    REUSE = "reuse"  #: nothing in it is useful: overwrite it
+    REUSE_LAST = "reuse last"  #: it may be useful to another engine later: overwrite it last
+    SKIP = "skip"  #: go on with the next one
     BEGIN_ANEW = "begin anew"  #: the folder becomes an empty one
 
 
 class Case(NamedTuple):
-    """One row: a name, the facts that make it, and what is done."""
+    """One row: a name, the facts that select it, and the action."""
 
     name: str
     facts: tuple[bool | None, ...]
     action: Action
 
     def matches(self, facts: Sequence[bool]) -> bool:
-        """Tell whether the row is for these facts."""
+        """Return whether the row is for these facts."""
         return all(
             wanted is ANY or wanted is found
             for wanted, found in zip(self.facts, facts, strict=True)
@@ -122,7 +122,7 @@ def find_case(cases: Sequence[Case], facts: Sequence[bool]) -> Case:
 
 
 class Expected(NamedTuple):
-    """What this engine's own regions look like."""
+    """The header values of this engine's own regions."""
 
     folder_id: bytes
     namespace: bytes
@@ -131,7 +131,7 @@ class Expected(NamedTuple):
 
 
 class Recovered(NamedTuple):
-    """What a folder held."""
+    """The result of a recovery."""
 
     sequences: dict[int, int]  #: of the regions that are served
     reuse_last: list[int]  #: regions to be used last, the oldest first
@@ -141,7 +141,7 @@ class Recovered(NamedTuple):
 
 
 def folder_case(refusal: Refusal | None, *, layout_fits: bool) -> Case:
-    """Judge a superblock: why it was refused (None: it was not), and whether it fits."""
+    """Judge a superblock by why it was refused (None: it was not), and whether it fits."""
     there = refusal is not Refusal.BLANK
     sound = refusal not in (Refusal.BLANK, Refusal.DAMAGED)
     return find_case(FOLDER_CASES, (there, sound, refusal is None, layout_fits))
@@ -192,7 +192,7 @@ def page_case(page: bytes | memoryview, incarnation: bytes) -> tuple[Case, Table
 
 
 class Recovery:
-    """Reads headers and tables of all regions, and fills an index with what is sound."""
+    """Reads headers and tables of all regions, and fills an index with the sound blocks."""
 
     def __init__(
         self,
@@ -244,13 +244,13 @@ class Recovery:
             ]
             failed = [n for n, end in zip(batch, ends, strict=True) if isinstance(end, OSError)]
             if failed:
-                # Overwritten last: what is in them may be readable again at the next start.
+                # Overwritten last: their blocks may be readable again at the next start.
                 self._counts["region_unreadable"] += len(failed)
                 self._reuse_last += [(0, number) for number in failed]
             await self._threads.run(partial(self._judge_all, batch, raws))
 
     async def _read(self, wanted: list[Transfer]) -> list[int | OSError]:
-        """Read; what fails is read again a little later: a disk may be ill for a moment."""
+        """Read; repeat failed reads a little later: a disk may fail for a moment."""
         ends = await self._device.read(wanted)
         while self._pauses_left and any(isinstance(end, OSError) for end in ends):
             self._pauses_left -= 1
@@ -262,7 +262,7 @@ class Recovery:
         return ends
 
     def _judge_all(self, batch: range, raws: list[memoryview]) -> None:
-        """Judge some regions. Runs in a thread; only one at a time does."""
+        """Judge a batch of regions. Runs in a thread, one call at a time."""
         for number, raw in zip(batch, raws, strict=True):
             self._judge(number, raw)
 

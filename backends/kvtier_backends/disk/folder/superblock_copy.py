@@ -1,8 +1,8 @@
-"""Keeps a folder's superblock while an engine runs: without it, a folder is nobody's.
+"""Maintains a folder's superblock while an engine runs: without it, a folder is unrecognizable.
 
-A folder that returns on another filesystem is known by its superblock alone, and an engine
-that starts in a folder without one begins anew. So an engine that has it in memory writes it
-again where it was deleted or damaged.
+A folder that returns on another filesystem is recognized only by its superblock, and an engine
+that starts in a folder without one starts empty. So an engine that has it in memory writes it
+again if it was deleted or damaged.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class SuperblockCopy:
-    """What the superblock of a claimed folder must be. One thread at a time."""
+    """The expected superblock of a claimed folder. One thread at a time."""
 
     def __init__(self, claim: Claim, superblock: Superblock) -> None:
         self.folder_id = superblock.folder_id
         self._claim = claim
         self._superblock = superblock
-        self._sound: tuple[int, ...] = ()  # which file was read and found to be right
+        self._sound: tuple[int, ...] = ()  # identifies the file that was read and found sound
 
     def restore(self) -> bool:
-        """Write the superblock again if it is not what it was. True: it was not.
+        """Write the superblock again if it has changed. Return whether it had.
 
         Writes to the claimed folder or nowhere, wherever its path leads now.
         Blocks, and raises ``OSError``.
@@ -45,7 +45,7 @@ class SuperblockCopy:
             os.close(folder)
 
     def _is_sound(self, path: str) -> bool:
-        """Tell whether both copies are there. Reads them only if the file has changed."""
+        """Return whether both copies are intact. Reads them only if the file has changed."""
         try:
             found = os.lstat(path)
         except FileNotFoundError:
@@ -57,7 +57,7 @@ class SuperblockCopy:
             descriptor = open_file(path, os.O_RDONLY)
         except FileNotFoundError:
             return False
-        except NotAFile:  # somebody's, who is told of it at the next start
+        except NotAFile:  # someone else's; the next start reports it
             return True
         wanted = encode_superblock(self._superblock) * 2
         try:

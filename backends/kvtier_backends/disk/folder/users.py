@@ -1,8 +1,8 @@
-"""Says who has a folder claimed: the engine, and the process that holds the lock for it now.
+"""Finds the engine that has claimed a folder, and the process that now holds the lock for it.
 
 The lock file has the engine's number, which people know. The lock itself may be
-held by another process, the tier's own, and that may be stopped, or have outlived
-its engine. /proc knows; it tells of processes of this user and this container only.
+held by another process, the tier's own, which may be stopped, or have outlived
+its engine. /proc shows that, but only for processes of this user and this container.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Holder(NamedTuple):
     """The process that has the lock."""
 
     pid: int
-    state: str  #: what it does, as words after its name: "runs", "is stopped"
+    state: str  #: its state, as words after its name: "runs", "is stopped"
 
 
 class User(NamedTuple):
-    """Who has a folder claimed."""
+    """The engine that has a folder claimed."""
 
-    pid: int | None  #: the engine's, as the lock file has it; of its own container, maybe
-    holder: Holder | None = None  #: None if it can't be seen from here
+    pid: int | None  #: the engine's, from the lock file; perhaps of its own container
+    holder: Holder | None = None  #: None if it is not visible from here
     is_left_over: bool = False  #: the holder has outlived its engine
-    is_of_same_program: bool = False  #: whoever made the engine that asks has made this one too
+    is_of_same_program: bool = False  #: the program that made the claiming engine made this one too
 
     def __str__(self) -> str:
-        """Return the process to end, and what it is, as half a sentence."""
+        """Return the process to end, and its state, as half a sentence."""
         engine = "another process" if self.pid is None else f"process {self.pid}"
         if self.holder is None:
             return engine
@@ -57,7 +57,7 @@ class User(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """Return what sets the folder free, as the beginning of a sentence."""
+        """Return how to free the folder, as the beginning of a sentence."""
         if self.holder is None:
             return "Stop that engine"
         pid, state = self.holder
@@ -73,7 +73,7 @@ class User(NamedTuple):
 
 
 def user_untrusted(descriptor: int, asking: int | None = None) -> User:
-    """Return who holds the lock of this open lock file, as far as anyone tells. Raises nothing.
+    """Return the user of this open lock file, as far as it can be found. Raises nothing.
 
     ``asking``: the process of the engine that wants it.
     """
@@ -92,7 +92,7 @@ def user_untrusted(descriptor: int, asking: int | None = None) -> User:
 
 
 def _holders(descriptor: int) -> Iterator[int]:
-    """Yield the numbers of processes that have the lock, as far as this user may see them."""
+    """Yield the numbers of the processes that have the lock, if visible to this user."""
     try:
         status = os.fstat(descriptor)
         device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
@@ -107,7 +107,7 @@ def _holders(descriptor: int) -> Iterator[int]:
             continue  # it has ended, or is another user's
         for name in names:
             try:
-                # Only the name is read, and what the kernel says of it: its storage may hang.
+                # Read only the name, and the kernel's data on it: its storage may hang.
                 if os.readlink(f"{folder}/{name}").endswith(f"/{LOCK_NAME}") and _has_lock(
                     f"/proc/{pid}/fdinfo/{name}", f" {device}:{status.st_ino} "
                 ):
@@ -117,10 +117,10 @@ def _holders(descriptor: int) -> Iterator[int]:
 
 
 def _has_lock(path: str, file_name: str) -> bool:
-    """Tell whether the descriptor has that file's flock. Raises ``OSError``.
+    """Return whether the descriptor has that file's flock. Raises ``OSError``.
 
     On a filesystem whose numbers /proc writes differently (btrfs, overlay) it is not found:
-    better no process is named than one that has nothing to do with it.
+    better to name no process than an unrelated one.
     """
     with open(path, encoding="ascii", errors="replace") as file:
         # Such as: lock:  1: FLOCK  ADVISORY  WRITE 4711 00:22:1234 0 EOF
@@ -130,7 +130,7 @@ def _has_lock(path: str, file_name: str) -> bool:
 
 
 def _is_of_here(pid: int) -> bool:
-    """Tell whether the process counts processes as this one does."""
+    """Return whether the process is in this process's PID namespace."""
     try:
         return os.readlink(f"/proc/{pid}/ns/pid") == os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -138,9 +138,9 @@ def _is_of_here(pid: int) -> bool:
 
 
 def _are_siblings(pid: int, other: int) -> bool:
-    """Tell whether two engines are of one Python program: itself, or two children of it.
+    """Return whether two engines belong to one Python program: itself, or two children of it.
 
-    Two programs of one shell are not: that is no Python.
+    Two programs of one shell do not: the shell is not Python.
     """
     if pid == other:
         return True

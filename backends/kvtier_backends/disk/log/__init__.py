@@ -1,1 +1,1 @@
-"""The log of blocks: where each lies, and how it is written, read and reclaimed."""
+"""The log of blocks: locates, writes, reads and reclaims them."""

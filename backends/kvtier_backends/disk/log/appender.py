@@ -1,6 +1,6 @@
-"""Appends blocks to the open region: new ones, and those that are reinserted by a reclaim.
+"""Appends blocks to the open region: new ones, and those reinserted by a reclaim.
 
-Stores take what room there is at once, extent by extent. One that finds no room opens
+Stores take the available room at once, extent by extent. A store without room opens
 the next region, or makes room by a reclaim. Reinserted blocks never wait for a reclaim:
 one region is kept back for them.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class BlockAppender:
-    """Writes blocks, then their table entries, then lets the index know them. Event loop only."""
+    """Writes blocks, then their table entries, then adds them to the index. Event loop only."""
 
     def __init__(
         self,
@@ -51,26 +51,26 @@ class BlockAppender:
 
     @property
     def appending(self) -> int:
-        """How many new blocks are on their way into the index."""
+        """Number of new blocks on their way into the index."""
         return self._appending
 
     def reserve(self, slots: int) -> None:
-        """Keep this many of the last slots for reinserted blocks, instead of any before."""
+        """Keep this many of the last slots for reinserted blocks, replacing any earlier number."""
         self._reserved = slots
 
     async def append(
         self, batch: AppendBatch, make_room: MakeRoom, open_ahead: OpenAhead
     ) -> list[Outcome]:
-        """Append new blocks; one outcome a block.
+        """Append new blocks; one outcome per block.
 
-        ``make_room`` reclaims a region. ``open_ahead`` is called each time that slots have been
-        allocated, and before anything is written to them.
+        ``make_room`` reclaims a region. ``open_ahead`` is called each time slots have been
+        allocated, before anything is written to them.
         """
         self._appending += len(batch.keys)
         return await self._append(batch, make_room, open_ahead)
 
     async def reinsert(self, items: Sequence[Reinsertion]) -> list[Outcome]:
-        """Append blocks of the log once more, as far as there is room; one outcome a block."""
+        """Append blocks of the log again, as far as there is room; one outcome per block."""
         return await self._append(AppendBatch.reinserted(items), None)
 
     async def _append(
@@ -79,7 +79,7 @@ class BlockAppender:
         make_room: MakeRoom | None,
         open_ahead: OpenAhead = lambda: None,
     ) -> list[Outcome]:
-        """Write blocks extent by extent, all at once."""
+        """Write blocks extent by extent, all extents at once."""
         writes: list[asyncio.Future[list[Outcome]]] = []
         ends: list[Outcome] = []
         at, count = 0, len(batch.keys)
@@ -98,12 +98,12 @@ class BlockAppender:
             at += extent.slots
             if at < count:
                 writes.append(self._calls.start(self._write(extent, cut)))
-            else:  # Mostly the only one: it needs no task of its own.
+            else:  # Usually the only one: it needs no task of its own.
                 ends = await self._write(extent, cut)
         return [outcome for write in writes for outcome in await write] + ends
 
     async def _write(self, extent: Extent, batch: AppendBatch) -> list[Outcome]:
-        """Write one extent's blocks, then their entries, then let the index know them."""
+        """Write one extent's blocks, then their entries, then add them to the index."""
         context, region = self._context, extent.region
         table = self._opener.table(region)
         first, count = region * context.geometry.slots + extent.first, len(batch.keys)
@@ -146,14 +146,14 @@ class BlockAppender:
         for_reinsertion = make_room is None
         while not opener.is_closed:
             if room := self._room(for_reinsertion=for_reinsertion):
-                return regions.allocate(min(count, room))  # Mostly there is nothing to wait for.
+                return regions.allocate(min(count, room))  # Usually there is nothing to wait for.
             async with opener.lock:
                 if room := self._room(for_reinsertion=for_reinsertion):
                     return regions.allocate(min(count, room))
                 refusal = await opener.probe() if self._faults.in_doubt else None
                 region = regions.next_to_open(for_reinsertion=for_reinsertion)
                 if refusal is None and region is not None:
-                    # Others with it, or stores would wait once more for each.
+                    # Open others with it, or stores would wait again for each.
                     others = [] if for_reinsertion else regions.next_to_open_ahead()[1:]
                     problem = await opener.open([region, *others])
                     if problem is None:

@@ -1,6 +1,6 @@
-"""Blocks on their way into the log, column by column.
+"""Holds blocks on their way into the log, column by column.
 
-A tuple for each block, at each step, took more time than the digests did.
+A tuple per block, at each step, took more time than the digests did.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Reinsertion(NamedTuple):
     key: bytes
     buffer: memoryview
     record: BlockRecord
-    source: int  #: where it is now
+    source: int  #: its current location
 
 
 class AppendBatch(NamedTuple):
-    """Blocks to append; all columns but ``sources`` are of one length."""
+    """Blocks to append; all columns except ``sources`` have one length."""
 
     keys: Sequence[bytes]
     buffers: Sequence[memoryview]
@@ -35,7 +35,7 @@ class AppendBatch(NamedTuple):
     tags: Sequence[bytes]
     stored_s: Sequence[int]
     used_s: Sequence[int]
-    sources: Sequence[int] = ()  #: where they are now, if they are reinserted
+    sources: Sequence[int] = ()  #: their current locations, if they are reinserted
 
     @property
     def is_reinserted(self) -> bool:
@@ -44,14 +44,14 @@ class AppendBatch(NamedTuple):
 
     @classmethod
     def new(cls, blocks: Sequence[StoreBlock], tags: Sequence[bytes], now_s: int) -> AppendBatch:
-        """Return blocks, at least one, that are stored now."""
+        """Return a batch of new blocks, at least one, that are stored now."""
         keys, buffers, digests = zip(*blocks, strict=True)
         times = [now_s] * len(blocks)
         return cls(keys, buffers, digests, tags, times, times)
 
     @classmethod
     def reinserted(cls, items: Sequence[Reinsertion]) -> AppendBatch:
-        """Return blocks that keep their times."""
+        """Return a batch of blocks that keep their times."""
         return cls(
             [item.key for item in items],
             [item.buffer for item in items],
@@ -63,7 +63,7 @@ class AppendBatch(NamedTuple):
         )
 
     def cut(self, start: int, stop: int) -> AppendBatch:
-        """Return some of the blocks."""
+        """Return a slice of the batch."""
         return AppendBatch(
             self.keys[start:stop],
             self.buffers[start:stop],
@@ -75,21 +75,21 @@ class AppendBatch(NamedTuple):
         )
 
     def entries(self, first: int) -> list[EntryTuple]:
-        """Return what a table says of the blocks if they lie in the slots from ``first`` on."""
+        """Return the blocks' table entries if they lie in the slots from ``first`` on."""
         slots = range(first, first + len(self.keys))
         return list(zip(slots, self.stored_s, self.keys, self.digests, self.tags, strict=True))
 
     def put_into(self, index: BlockIndex, first: int) -> None:
-        """Put the blocks, which lie from a location on, into the index."""
+        """Put the blocks, which lie from location ``first`` on, into the index."""
         if not self.is_reinserted:
-            # A key that is in the index already was stored twice at once: it is left out.
+            # A key that is already in the index was stored twice concurrently: it is left out.
             insert(self, index, first)
         elif index.find(self.keys) == list(self.sources):
             index.remove_all(self.keys)
             insert(self, index, first)
         else:
             for step, (key, source) in enumerate(zip(self.keys, self.sources, strict=True)):
-                # Else it was removed, or stored anew, while it was reinserted.
+                # Otherwise it was removed, or stored again, while it was reinserted.
                 if index.get(key) == source:
                     index.remove(key)
                     insert(self.cut(step, step + 1), index, first + step)
@@ -101,6 +101,6 @@ def insert(batch: AppendBatch, index: BlockIndex, first: int) -> None:
 
 
 def check_buffers(buffers: Sequence[memoryview], block_bytes: int) -> None:
-    """Raise ``Misuse`` for what is no block."""
+    """Raise ``Misuse`` for a buffer that is not a block."""
     for size in {buffer.nbytes for buffer in buffers} - {block_bytes}:
         raise Misuse(f"a buffer of {size} bytes is no block of {block_bytes}. Hand in whole slots.")

@@ -1,12 +1,12 @@
 """The log of blocks: appends to the open region, reads from any, reclaims the emptiest.
 
 ``BlockLog`` puts the parts together: the reader, the appender, the opener of regions,
-the reclaimer and the healer. Each is handed the others that it needs, and none the log.
+the reclaimer and the healer. Each gets the others that it needs, and none gets the log.
 
-Everything here runs on one event loop; only the device's calls are waited for.
-Each call is a task of its own that a cancelled caller leaves behind: what it
-holds (slots being written, regions being read) is released when the device is
-done with it, and not before.
+The log runs on one event loop; only the device's calls are waited for.
+Each call is a task of its own that outlives a cancelled caller: the slots being
+written and the regions being read are released when the device is
+done with them, and not before.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 class BlockLog:
     """Blocks in regions of a device; ``capacity_blocks`` bounds how many are kept.
 
-    ``on_lost`` is called with the keys of blocks that go for reasons of the log's own.
+    ``on_lost`` is called with the keys of blocks that the log drops for its own reasons.
     ``ttl_s`` 0 means that blocks never expire. ``stores_beside_loads`` is how many
-    stores go on while a load is under way.
+    stores go on while a load is in flight.
     """
 
     def __init__(
@@ -78,37 +78,37 @@ class BlockLog:
 
     @property
     def appending(self) -> int:
-        """How many new blocks are on their way into the index."""
+        """Number of new blocks on their way into the index."""
         return self._appender.appending
 
     async def load(
         self, blocks: Sequence[LoadBlock], encryption: dict[bytes, Encryption] | None = None
     ) -> list[Loaded]:
-        """Read each block into its buffer; one answer a block, in order.
+        """Read each block into its buffer; one result per block, in order.
 
-        ``encryption`` is filled: how each block that is there is encrypted, by key.
+        ``encryption`` is filled with the encryption of each block found, by key.
         """
         return await self.calls.shielded(self._reader.load(blocks, encryption))
 
     async def store(
         self, blocks: Sequence[StoreBlock], tags: Sequence[bytes] = ()
     ) -> list[Outcome]:
-        """Append the blocks that are not there yet; one outcome a block, in order.
+        """Append the blocks that are not stored yet; one outcome per block, in order.
 
-        ``tags`` go with encrypted blocks, one each.
+        ``tags`` belong to encrypted blocks, one each.
         """
         return await self.calls.shielded(self._store(blocks, tags or [b""] * len(blocks)))
 
     def remove(self, keys: Iterable[bytes]) -> int:
-        """Forget these keys; returns how many were there."""
+        """Forget these keys; return how many were there."""
         return len(self.index.remove_all(keys))
 
     def has(self, key: bytes) -> bool:
-        """Tell whether a load would find the key. No I/O."""
+        """Return whether a load would find the key. No I/O."""
         return self._live.has(key)
 
     def lose(self, keys: Sequence[bytes], counter: str) -> None:
-        """Forget keys for a reason of the tier's own: count them, and report them as lost."""
+        """Forget keys for the tier's own reasons: count them, and report them as lost."""
         self._live.lose(keys, counter)
 
     def sweep(self, region: int) -> None:
@@ -116,7 +116,7 @@ class BlockLog:
         self._live.sweep(region)
 
     async def heal(self) -> None:
-        """Find out whether regions that failed work again."""
+        """Check whether failed regions work again."""
         await self._healer.heal()
 
     def abandon(self) -> None:
@@ -129,7 +129,7 @@ class BlockLog:
         check_key_lengths(map(len, keys))
         check_buffers([block.buffer for block in blocks], self._context.geometry.block_bytes)
         outcomes = dict.fromkeys(keys, Outcome.DONE)
-        places: dict[bytes, int] = {}  # of what is not here, each key once
+        places: dict[bytes, int] = {}  # of missing blocks, each key once
         for place, location in enumerate(self._live.find(keys)):
             if location is None:
                 places.setdefault(keys[place], place)
@@ -168,7 +168,7 @@ class BlockLog:
             self._opener.open_ahead()
 
     def _reclaim_ahead(self) -> None:
-        """Reclaim a region before a store has to wait for that, if no other can be opened."""
+        """Reclaim a region before a store has to wait for it, if no other can be opened."""
         regions = self.regions
         if regions.has_next or not self._may_look_ahead():
             return

@@ -1,4 +1,4 @@
-"""Groups blocks into runs: by where they lie, and by when they were stored."""
+"""Groups blocks into runs: by location, and by the time they were stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def neighbours(locations: Sequence[int], slots_per_region: int) -> list[list[int]]:
-    """Group the places in ``locations`` whose locations follow one another in one region."""
+    """Group the places in ``locations`` into runs of consecutive locations of one region."""
     if locations and _are_one_run(locations, slots_per_region):
         return [list(range(len(locations)))]
     runs: list[list[int]] = []
@@ -29,7 +29,7 @@ def neighbours(locations: Sequence[int], slots_per_region: int) -> list[list[int
 
 
 def _are_one_run(locations: Sequence[int], slots_per_region: int) -> bool:
-    """Fast path: the blocks were stored together, and are asked for in the same order."""
+    """Fast path: the blocks were stored together, and are requested in the same order."""
     first, last = locations[0], locations[0] + len(locations) - 1
     if first // slots_per_region != last // slots_per_region:
         return False
@@ -39,8 +39,8 @@ def _are_one_run(locations: Sequence[int], slots_per_region: int) -> bool:
 def stored_together(index: BlockIndex, regions: Sequence[int]) -> Iterator[list[bytes]]:
     """Yield the keys in these regions, in batches that were stored within one second.
 
-    In the order of their slots, which is the order of storing. What was stored
-    together has one time, so it is in one batch, with what else was stored in
+    In the order of their slots, which is the order of storing. Blocks stored
+    together have one time, so they are in one batch, with any others stored in
     that second. Only reinserted blocks keep an older time.
     """
     for region in regions:

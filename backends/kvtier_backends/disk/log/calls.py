@@ -1,4 +1,4 @@
-"""Calls that begin at once, and run to their end also when who made them is cancelled."""
+"""Runs calls that begin at once, and run to their end even if their caller is cancelled."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ T = TypeVar("T")
 
 
 class Calls:
-    """Runs calls as tasks of their own, and knows which have not ended. Event loop only."""
+    """Runs calls as tasks of their own, and tracks which have not ended. Event loop only."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Future[Any]] = set()
 
     def is_idle(self) -> bool:
-        """Tell whether no call runs, cancelled ones included."""
+        """Return whether no call runs, cancelled ones included."""
         return not self._running
 
     async def wait_idle(self) -> None:
@@ -25,7 +25,7 @@ class Calls:
             await asyncio.wait(set(self._running))
 
     async def shielded(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run a call to its end, also when the caller is cancelled."""
+        """Run a call to its end, even if the caller is cancelled."""
         return await asyncio.shield(self.start(call))
 
     def start(self, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
@@ -40,10 +40,10 @@ class Calls:
 def begin(call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
     """Run a coroutine up to its first wait, here and now, and the rest as a task.
 
-    A task of asyncio's begins in the loop's next round: where a dozen calls
+    An asyncio task begins in the loop's next round: if a dozen calls
     come together, the disk would wait until all of them are ready for it.
-    The part up to the first wait belongs to the caller's task: a timeout that
-    spans the wait is not for such a coroutine. (From Python 3.12 on, asyncio's
+    The part up to the first wait runs in the caller's task: such a coroutine
+    must not have a timeout that spans the wait. (From Python 3.12 on, asyncio's
     eager tasks do the same.)
     """
     loop = asyncio.get_running_loop()
@@ -62,7 +62,7 @@ def begin(call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
 
 @Coroutine.register
 class _Begun:
-    """A coroutine that waits already, for the task that goes on with it."""
+    """A coroutine that already waits, for the task that continues it."""
 
     def __init__(self, call: Coroutine[Any, Any, Any], waits_for: object) -> None:
         self._call = call

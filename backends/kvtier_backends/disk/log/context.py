@@ -1,4 +1,4 @@
-"""What the parts of one log share: where its blocks lie, and who counts what happens to them."""
+"""Holds the state that the parts of one log share: its storage, counters and incidents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LogContext:
-    """The parts of a log that have no rules of its own. ``clock`` gives seconds since 1970."""
+    """The parts of a log that have no rules of their own. ``clock`` returns seconds since 1970."""
 
     device: Device
     index: BlockIndex
@@ -33,7 +33,7 @@ class LogContext:
     counters: TierCounters
     incidents: IncidentLog
     clock: Callable[[], float]
-    _padding: memoryview = field(init=False)  # behind each block, where blocks are no whole pages
+    _padding: memoryview = field(init=False)  # behind each block, if blocks are not whole pages
 
     def __post_init__(self) -> None:
         page = memoryview(mmap.mmap(-1, PAGE_BYTES))
@@ -41,11 +41,11 @@ class LogContext:
         object.__setattr__(self, "_padding", page[:padding_bytes])
 
     def now_s(self) -> int:
-        """Return the time as it is written down, also by a clock that is far off."""
+        """Return the time as it is stored, even if the clock is far off."""
         return time_s(self.clock())
 
     async def read_pinned(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
-        """Read from regions that nothing overwrites meanwhile; see ``Device.read``."""
+        """Read from regions, pinned against being overwritten; see ``Device.read``."""
         pinned = {transfer.region for transfer in transfers}
         for region in pinned:
             self.regions.pin(region)
@@ -56,7 +56,7 @@ class LogContext:
                 self.regions.unpin(region)
 
     def transfer(self, location: int, buffers: Sequence[memoryview]) -> Transfer:
-        """Return what moves neighbouring blocks, from ``location`` on."""
+        """Return the transfer of neighbouring blocks, from ``location`` on."""
         if self._padding:
             buffers = [each for buffer in buffers for each in (buffer, self._padding)]
         region, slot = divmod(location, self.geometry.slots)

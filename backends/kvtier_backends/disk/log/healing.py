@@ -1,10 +1,10 @@
-"""Finds out whether what failed works again: retired regions, and those that could not be read.
+"""Tests whether failed regions work again: retired ones, and those that could not be read.
 
 A round of ``heal`` is a part of the tier's upkeep. Retired regions are tried by
 their header, one after the other and no further than the first that fails.
 Suspected regions are read again where they failed; a region that fails on its own, while
-another place can be read, is lost in the end. Where nothing can be read, the
-medium has failed and not the region: nothing is given up then.
+another place can be read, is eventually lost. If nothing can be read, the
+medium has failed and not the region: then no region is given up.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 SUSPECTS_AT_ONCE: Final = 4
 FREE_AHEAD_MAX: Final = 16
-"""With so many free regions there is no hurry to take more of a disk that had no room."""
+"""With this many free regions, there is no hurry to take more of a disk that had no room."""
 
 
 class Healer:
-    """Tries again what failed. Event loop only."""
+    """Retries failed regions. Event loop only."""
 
     def __init__(self, context: LogContext, faults: RegionFaults, opener: RegionOpener) -> None:
         self._context = context

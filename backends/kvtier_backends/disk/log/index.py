@@ -3,10 +3,10 @@
 A location is one number: ``region * slots_per_region + slot``. The record
 of a block (key, digest, times) lies in flat arrays of its region, at its slot,
 so a region's blocks are listed and forgotten without a search. Tables of
-64-bit words (``index_words.py``) lead from a key to its location. They grow with what
-is stored, a table at a time, and so do the arrays, a region at a time: an index
-of a large tier that has little in it is small. Nothing here is seen by the
-garbage collector but one small object a region.
+64-bit words (``index_words.py``) lead from a key to its location. They grow with the
+stored blocks, a table at a time, and so do the arrays, a region at a time: the index
+of a large tier with few blocks is small. The garbage collector sees nothing of it
+except one small object per region.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SLOTS_MAX: Final = 1 << 30
 
 
 class BlockRecord(NamedTuple):
-    """What the index has of one block besides its location."""
+    """The data that the index has of one block besides its location."""
 
     digest: bytes
     stored_s: int
@@ -47,9 +47,9 @@ class BlockRecord(NamedTuple):
 
 
 class BlockIndex:
-    """Keys to locations, for ``regions`` regions of ``slots_per_region`` slots each.
+    """Maps keys to locations, for ``regions`` regions of ``slots_per_region`` slots each.
 
-    ``encrypted`` keeps room for an encryption tag a block. One thread at a time.
+    ``encrypted`` keeps room for an encryption tag per block. One thread at a time.
     """
 
     def __init__(self, regions: int, slots_per_region: int, *, encrypted: bool = False) -> None:
@@ -75,7 +75,7 @@ class BlockIndex:
         return self.find((key,))[0]
 
     def find(self, keys: Iterable[bytes]) -> list[int | None]:
-        """Return the location of each key's block, None for those that are not here."""
+        """Return the location of each key's block, None for those not in the index."""
         tables, high, over = self.words.tables, self.words.high, self.words.over
         slots, slabs = self.slots_per_region, self._slabs
         found: list[int | None] = []
@@ -98,20 +98,20 @@ class BlockIndex:
                 location = over.get(key)
             found.append(location)
             if location is not None:
-                # Blocks stored together are looked for together, and lie side by side.
+                # Blocks stored together are looked up together, and lie side by side.
                 behind = self._count_behind(location, keys, len(found))
                 found += range(location + 1, location + 1 + behind)
         return found
 
     def _count_behind(self, location: int, keys: Sequence[bytes], start: int) -> int:
-        """Return how many keys from ``start`` on have their blocks right behind a block."""
+        """Return how many keys from ``start`` on have their blocks right behind a location."""
         region, slot = divmod(location, self.slots_per_region)
         slab = self._slabs[region]
         assert slab is not None, "a block without its region"
         return slab.count_held(slot + 1, keys, start)
 
     def insert(self, key: bytes, location: int, record: BlockRecord) -> None:
-        """Add a block. Neither its key nor a block at its location may be there."""
+        """Add a block. Neither its key nor a block at its location may exist yet."""
         digest, stored_s, used_s, tag = record
         if not self.insert_run(location, (key,), (digest,), (tag,), (stored_s,), (used_s,)):
             raise InternalError("the key is in the index already")
@@ -125,14 +125,14 @@ class BlockIndex:
         stored_s: Sequence[int],
         used_s: Sequence[int],
     ) -> int:
-        """Add blocks at neighbouring locations of one region; returns how many.
+        """Add blocks at neighbouring locations of one region; return how many.
 
-        No block may be there. A key that is elsewhere already stays there, and
-        the slot that it was to get stays empty.
+        The slots must be empty. A key that is already elsewhere stays there, and
+        the slot intended for it stays empty.
         """
         region, start = divmod(first, self.slots_per_region)
         slab = self.slab(region, len(keys[0]))
-        # Before the words: a key that is given twice is seen the second time.
+        # Before the words: a key that is given twice is detected the second time.
         slab.put(start, keys, digests, tags, stored_s, used_s)
         self.words.grow_for(self._count + len(keys))
         refused = self.words.put(first, keys, self._holds)
@@ -148,18 +148,18 @@ class BlockIndex:
         return slab is not None and slab.holds(location % self.slots_per_region, key)
 
     def remove(self, key: bytes) -> int | None:
-        """Forget a key. Returns where its block was."""
+        """Forget a key. Return its block's location."""
         location = self.get(key)
         self.remove_all((key,))
         return location
 
     def remove_all(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Forget keys; returns those that were there, each once."""
+        """Forget keys; return those that were there, each once."""
         keys = list(dict.fromkeys(keys))
         slots, slabs, live = self.slots_per_region, self._slabs, self._live
         remove_word = self.words.remove
         gone = []
-        # Removing one key moves words, and no block: the others' locations stay right.
+        # Removing one key moves words, but no blocks: the others' locations stay valid.
         for key, location in zip(keys, self.find(keys), strict=True):
             if location is not None:
                 remove_word(key, location)
@@ -229,19 +229,19 @@ class BlockIndex:
         return [] if slab is None else [slab.key(slot) for slot in self.slots_of(region)]
 
     def release(self, region: int) -> None:
-        """Give back the memory of a region that has no block any more."""
+        """Free the memory of a region that has no blocks any more."""
         if self._live[region]:
             raise InternalError(f"region {region} has {self._live[region]} blocks")
         self._slabs[region] = None
 
     def keys(self, regions: Sequence[int]) -> Iterator[list[bytes]]:
-        """Yield the keys of these regions, a list a region."""
+        """Yield the keys of these regions, one list per region."""
         return (self.keys_of(region) for region in regions if self._live[region])
 
     def assert_invariants(self) -> None:
-        """Assert that words and records fit: each block has one word, and no other has any.
+        """Assert that words and records match: each block has one word, and nothing else has any.
 
-        Looks at all blocks.
+        Checks all blocks.
         """
         first = range(0, len(self._slabs) * self.slots_per_region, self.slots_per_region)
         there = [
@@ -253,7 +253,7 @@ class BlockIndex:
         assert self._count == sum(self._live), "the count is not that of all blocks"
 
     def fill(self, hashes: NDArray[np.uint64], locations: NDArray[np.int64]) -> None:
-        """Lead to blocks whose records are in their slabs; see ``Words.fill``."""
+        """Write the words of blocks whose records are in their slabs; see ``Words.fill``."""
         self.words.fill(hashes, locations, self.key_at)
         counts = np.bincount(locations // self.slots_per_region)
         for region in np.flatnonzero(counts).tolist():
@@ -261,7 +261,7 @@ class BlockIndex:
         self._count += len(locations)
 
     def slab(self, region: int, key_width: int) -> Slab:
-        """Return a region's arrays, made if missing and with room for keys of this length."""
+        """Return a region's arrays, created if missing and with room for keys of this length."""
         slab = self._slabs[region]
         if slab is None:
             slab = Slab(self.slots_per_region, key_width, encrypted=self.encrypted)

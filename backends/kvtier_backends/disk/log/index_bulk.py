@@ -1,8 +1,8 @@
 """Fills an empty index from table pages, a million blocks in about a second.
 
-Regions come in any order; the sequence of each tells its age. The newest copy of
-a key is kept; where more blocks are left than the tier has room for, the oldest
-go. The words of the index are laid out all at once: sorted by home, each goes
+Regions come in any order; the sequence of each shows its age. The newest copy of
+a key is kept; if more blocks are left than the tier has room for, the oldest are
+dropped. The words of the index are laid out all at once: sorted by home, each goes
 to its home or right behind its predecessor.
 """
 
@@ -26,7 +26,7 @@ _LAYOUT_OF: Final = attrgetter("key_width", "tag_bytes")  # of a page's records
 
 
 class Dropped(NamedTuple):
-    """What a bulk load left out, by reason."""
+    """Counts of the entries that a bulk load left out, by reason."""
 
     beyond: int  #: entries that no region of this layout can hold
     expired: int
@@ -38,9 +38,9 @@ class BulkLoad:
     """Collects table pages region by region, then fills the index in ``finish``."""
 
     def __init__(self, index: BlockIndex, now_s: int, ttl_s: int) -> None:
-        """Entries that are older than ``ttl_s`` are expired; 0: none is.
+        """Entries older than ``ttl_s`` are expired; 0: none are.
 
-        Those of a clock that ran ahead count as stored now.
+        Those from a clock that ran ahead count as stored now.
         """
         self.index = index
         self._now_s = now_s
@@ -53,12 +53,12 @@ class BulkLoad:
     def add_page(self, table: TablePage) -> None:
         """Add the entries of one page of the region that ``end_region`` will name.
 
-        A later page's entries replace those before.
+        A later page's entries replace earlier ones.
         """
         self._pages.append(table)
 
     def end_region(self, region: int, sequence: int) -> int:
-        """End a region, whose pages are those since the last call; returns how many blocks it has.
+        """End a region, whose pages are those since the last call; return how many blocks it has.
 
         No two regions may have one sequence.
         """
@@ -89,7 +89,7 @@ class BulkLoad:
         index.slab(region, key_width).put_page(records, self._now_s)
 
     def finish(self, blocks_max: int) -> Dropped:
-        """Fill the index with at most so many blocks, and return what was left out."""
+        """Fill the index with at most this many blocks, and return the counts of those left out."""
         if not self._regions:
             return Dropped(self._beyond, self._expired, 0, 0)
         self._regions.sort(key=lambda region: region[0])
@@ -112,9 +112,9 @@ class BulkLoad:
     def _older_copies(
         self, hashes: NDArray[np.uint64], order: NDArray[np.int64], locations: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return the places, in ``locations``, of all copies of a key but the newest.
+        """Return the places, in ``locations``, of all but the newest copy of each key.
 
-        ``hashes`` are sorted, and ``order`` says where each belongs.
+        ``hashes`` are sorted, and ``order`` has the place of each.
         """
         same = hashes[1:] == hashes[:-1]
         alike = np.zeros(len(order), dtype=bool)
@@ -122,7 +122,7 @@ class BulkLoad:
         alike[:-1] |= same
         older: list[int] = []
         newest: dict[bytes | None, int] = {}
-        # Equal hashes are hardly ever different keys, but they may be.
+        # Equal hashes hardly ever belong to different keys, but they may.
         for place in sorted(order[alike].tolist()):
             key = self.index.key_at(int(locations[place]))
             if key in newest:

@@ -1,4 +1,4 @@
-"""The records of one region's blocks (key, digest, times), in flat arrays, at their slots."""
+"""Keeps the records of one region's blocks (key, digest, times) in flat arrays, by slot."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Slab:
         return bytes(self.keys[start : start + self.lengths[slot]])
 
     def holds(self, slot: int, key: bytes) -> bool:
-        """Tell whether the slot has this key's block."""
+        """Return whether the slot has this key's block."""
         return self.lengths[slot] == len(key) and self.keys.startswith(key, slot * self.key_width)
 
     def count_held(self, slot: int, keys: Sequence[bytes], start: int) -> int:
@@ -110,7 +110,7 @@ class Slab:
     # --- a whole region at once ---
 
     def put_page(self, records: NDArray[Any], now_s: int) -> None:
-        """Put records of a table page (``record_dtype``) at their slots, over what is there."""
+        """Put records of a table page (``record_dtype``) at their slots, overwriting any there."""
         slots = records["slot"]
         keys = self._rows_of_keys()
         keys[slots, : records["key"].shape[1]] = records["key"]
@@ -123,7 +123,7 @@ class Slab:
             np.frombuffer(self.tags, f"V{TAG_BYTES}")[slots] = records["tag"]
 
     def expire(self, before_s: int) -> int:
-        """Forget the blocks that were stored before a time; returns how many."""
+        """Forget the blocks that were stored before a time; return how many."""
         lengths = np.frombuffer(self.lengths, np.uint8)
         expired = (lengths > 0) & (np.frombuffer(self.stored_s, np.uint32) < before_s)
         lengths[expired] = 0
@@ -152,7 +152,7 @@ class Slab:
 
 @cache
 def record_dtype(key_width: int, tag_bytes: int) -> np.dtype[Any]:
-    """Return the layout of a record (``format.record_struct``), as numpy has it."""
+    """Return the layout of a record (``format.record_struct``) as a numpy dtype."""
     fields: list[tuple[str, str]] = [("slot", "<u4"), ("stored_s", "<u4"), ("length", "u1")]
     fields.append(("digest", f"V{DIGEST_BYTES}"))
     if tag_bytes:
@@ -161,7 +161,7 @@ def record_dtype(key_width: int, tag_bytes: int) -> np.dtype[Any]:
 
 
 def _overwrite(column: bytearray, start: int, data: bytes, stop: int) -> None:
-    """Overwrite a stretch of a column; what is too long or short would move the rest."""
+    """Overwrite a stretch of a column; data of another length would move the rest."""
     if len(data) != stop - start:
         raise Misuse(f"{len(data)} bytes for {stop - start}: digests and tags have one length.")
     column[start:stop] = data

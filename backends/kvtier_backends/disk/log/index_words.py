@@ -1,8 +1,8 @@
-"""The words that lead from a key's hash to its block, in tables that grow with what is stored.
+"""Keeps words that lead from a key's hash to its block, in tables that grow with the blocks.
 
 A word's upper half is a fingerprint of the key, its lower half the location plus
-one. The fingerprint's lowest bits say where in its table a word has its home,
-the bits above which table that is. When the tables are fuller than
+one. The fingerprint's lowest bits give the word's home in its table,
+the bits above them select the table. When the tables are fuller than
 ``TABLE_WORDS_MEAN`` on average, one of them is split in two, the next one the
 next time (linear hashing, Litwin 1980): so no call ever lays out more than one table.
 
@@ -36,14 +36,14 @@ TABLE_WORDS: Final = 1 << HOME_BITS
 HOME_MASK: Final = TABLE_WORDS - 1
 TABLE_WORDS_MEAN: Final = TABLE_WORDS * 3 // 8  #: a table not yet split has up to twice as many
 TABLE_WORDS_MAX: Final = TABLE_WORDS * 15 // 16
-COUNT_AT: Final = TABLE_WORDS  #: behind its words, a table has how many are in use
+COUNT_AT: Final = TABLE_WORDS  #: behind its words, a table has the count of those in use
 
 
 class Words:
     """Tables of words. ``tables`` has one for each value of the bits in ``high``.
 
     Some stand for two values, until they are split. ``over`` has the locations of
-    keys whose table is full, which chance alone brings about hardly ever.
+    keys whose table is full, which hardly ever happens by chance alone.
     """
 
     def __init__(self) -> None:
@@ -53,16 +53,16 @@ class Words:
         self._count = 1  # of different tables
 
     def grow_for(self, blocks: int) -> None:
-        """Split tables until there is room for so many blocks in all."""
+        """Split tables until there is room for this many blocks in all."""
         while blocks > self._count * TABLE_WORDS_MEAN:
             self._split()
 
     def put(
         self, first: int, keys: Sequence[bytes], holds: Callable[[int, bytes], bool]
     ) -> list[int]:
-        """Write the words of keys from a location on; returns the locations of those left out.
+        """Write the words of keys from a location on; return the locations of those left out.
 
-        Left out are keys that have a word already; ``holds`` tells whether a location has a key.
+        Keys that already have a word are left out; ``holds`` checks whether a location has a key.
         """
         tables, high, over = self.tables, self.high, self.over
         refused = []
@@ -86,7 +86,7 @@ class Words:
         return refused
 
     def remove(self, key: bytes, location: int) -> None:
-        """Remove the word of a key's location; move back what would be out of reach then."""
+        """Remove the word of a key's location; move back words that would then be out of reach."""
         if self.over and self.over.pop(key, None) is not None:
             return
         print_ = hash(key) & LOCATION_MASK
@@ -112,7 +112,7 @@ class Words:
     # --- all words at once ---
 
     def assert_invariants(self) -> Iterator[int]:
-        """Assert the invariants; yields each location that has a word. Looks at all words."""
+        """Assert the invariants; yield each location that has a word. Checks all words."""
         each_once = {id(table): table for table in self.tables}  # one not yet split is there twice
         for table in each_once.values():
             in_use = [(at, word) for at, word in enumerate(table[:TABLE_WORDS]) if word]
@@ -128,9 +128,9 @@ class Words:
         yield from self.over.values()
 
     def begin_for(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Have as many empty tables as these keys want. There is no word yet.
+        """Create as many empty tables as these keys need. There must be no word yet.
 
-        Returns what to sort the keys by before ``fill``: equal only where the hashes are.
+        Returns the values to sort the keys by before ``fill``: equal only if the hashes are.
         """
         while len(hashes) > self._count * TABLE_WORDS_MEAN:
             self._count *= 2
@@ -147,7 +147,7 @@ class Words:
         locations: NDArray[np.int64],
         key_at: Callable[[int], bytes | None],
     ) -> None:
-        """Write the words of different keys, sorted by what ``begin_for`` returned."""
+        """Write the words of different keys, sorted by the values that ``begin_for`` returned."""
         prints = hashes & np.uint64(LOCATION_MASK)
         words = prints << np.uint64(HALF_BITS) | (locations + 1).astype(np.uint64)
         tables = (prints >> np.uint64(HOME_BITS) & np.uint64(self.high)).astype(np.int64)
@@ -187,7 +187,7 @@ def laid_out(words: NDArray[np.uint64]) -> array[int]:
     at = run + np.maximum.accumulate(home[order] - run)
     fits = at < TABLE_WORDS
     view[at[fits]] = words[order[fits]]
-    free = 0  # what is beyond the end goes on at the beginning
+    free = 0  # words beyond the end wrap around to the beginning
     for word in words[order[~fits]].tolist():
         while table[free]:
             free += 1

@@ -1,6 +1,6 @@
-"""Which blocks the tier still has: the index, less what is too old.
+"""Tracks the blocks that the tier still has: the index, less those that are too old.
 
-Blocks that go for reasons of the log's own are counted and reported to the tier
+Blocks that the log drops for its own reasons are counted and reported to the tier
 above, here and nowhere else.
 """
 
@@ -33,12 +33,12 @@ class LiveBlocks:
         self._is_abandoned = False
 
     def has(self, key: bytes) -> bool:
-        """Tell whether a load would find the key. No I/O."""
+        """Return whether a load would find the key. No I/O."""
         location = self._index.get(key)
         return location is not None and not self._is_expired(location)
 
     def find(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return the location of each key's block, None for what is not there or too old."""
+        """Return the location of each key's block, None if it is missing or too old."""
         found = self._index.find(keys)
         if self._ttl_s:
             expired = [
@@ -52,7 +52,7 @@ class LiveBlocks:
         return found
 
     def lose(self, keys: Sequence[bytes], counter: str) -> None:
-        """Forget keys for a reason of the log's own: count them, and report them as lost."""
+        """Forget keys for the log's own reasons: count them, and report them as lost."""
         gone = self._index.remove_all(keys)
         if gone:
             self._counters.add(counter, len(gone))

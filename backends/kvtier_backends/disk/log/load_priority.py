@@ -1,8 +1,8 @@
-"""Load priority: loads go before stores at the disk, and stores are never starved.
+"""Gives loads priority over stores at the disk, without ever starving stores.
 
 The tier's job runner has the same rule for the batches that it begins (``JobRunner``). This one is
-for each write: of batches that began before the load, of which several are under way for each
-thread, and of blocks that are reinserted, which no job knows of.
+for each write: of batches that began before the load, several of which are in flight per
+thread, and of reinserted blocks, which belong to no job.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class LoadPriority:
-    """A load begins at once. While one is under way, few stores are: the rest waits.
+    """A load begins at once. While one is in flight, few stores are: the rest wait.
 
-    Somebody waits for a load, and nobody for a store. ``stores_beside_loads`` is
-    the share that stores keep: under loads without end they go on, that many at
-    a time, in the order they came. One thread, the event loop's.
+    A request waits for a load, but none waits for a store. ``stores_beside_loads`` is
+    the share that stores keep: under continuous loads they go on, that many at
+    a time, in order of arrival. One thread, the event loop's.
     """
 
     def __init__(self, stores_beside_loads: int) -> None:
@@ -32,7 +32,7 @@ class LoadPriority:
 
     @contextmanager
     def load(self) -> Iterator[None]:
-        """Hold stores back for as long as the load takes."""
+        """Hold back stores for as long as the load takes."""
         self._loads += 1
         try:
             yield

@@ -1,7 +1,7 @@
 """Reads blocks from any region, neighbours in one transfer.
 
-A region is pinned while it is read, so nothing overwrites it. What the index knows of
-a block is noted before the read: the block may be gone by the end of it.
+A region is pinned while it is read, so nothing overwrites it. A block's data in the
+index is copied before the read: the block may be gone by the end of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Encryption(NamedTuple):
 
 
 class BlockReader:
-    """Reads blocks that the index knows. Event loop only; only the device is waited for."""
+    """Reads blocks that are in the index. Event loop only; only the device is waited for."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class BlockReader:
     async def load(
         self, blocks: Sequence[LoadBlock], encryption: dict[bytes, Encryption] | None = None
     ) -> list[Loaded]:
-        """Read each block into its buffer; one answer a block, in order.
+        """Read each block into its buffer; one result per block, in order.
 
-        ``encryption`` is filled: how each block that is there is encrypted, by key.
+        ``encryption`` is filled with the encryption of each block found, by key.
         """
         keys = [block.key for block in blocks]
         check_buffers([block.buffer for block in blocks], self._geometry.block_bytes)
@@ -83,7 +83,7 @@ class BlockReader:
         return await self._read(neighbours(locations, self._geometry.slots), locations, buffers)
 
     def _note_use(self, runs: Sequence[Sequence[int]], locations: Sequence[int]) -> list[bytes]:
-        """Note that blocks are used; returns their digests."""
+        """Note that blocks are used; return their digests."""
         now_s = self._context.now_s()
         digests = [b""] * len(locations)
         for run in runs:

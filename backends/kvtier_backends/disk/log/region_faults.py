@@ -1,12 +1,12 @@
-"""What an error at a region means: the outcome of its blocks' stores, and what is tried again.
+"""Decides what a region's error means: the outcome of its blocks' stores, and what to retry.
 
-A disk that fails for a moment must not cost what lies on it. So one failure takes
-nothing away that is sound: a region whose opening failed is set aside while it
+A disk that fails for a moment must not lose its blocks. So one failure discards
+nothing that is sound: a region whose opening failed is set aside while it
 is empty, one that could not be written is only sealed, and blocks that could not
-be read stay in the index until it is sure that the fault is their region's and not
-the whole medium's. As long as writing is in doubt, no region is reclaimed, and a
-store that needs a region probes one first: the store fails where that fails, so
-that whoever sends stores sees it and waits.
+be read stay in the index until it is certain that the fault is their region's and not
+the whole medium's. While writing is in doubt, no region is reclaimed, and a
+store that needs a region probes one first: if the probe fails, the store fails, so
+that the sender of stores sees it and waits.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from kvtier_backends.incidents import IncidentLog
 
 MEDIUM_ERRORS: Final = frozenset({errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.ENODATA})
-"""Errors that may speak of one place on the medium: another region is tried."""
+"""Errors that may concern one place on the medium: another region is tried."""
 
 NO_ROOM_PAUSE_S: Final = 30.0
 RETIRED_PAUSE_S: Final = 300.0
 STRIKES_MAX: Final = 3
-"""A region that fails to be read so often, while another place can be read, is given up."""
+"""A region that fails this many reads, while another place can be read, is given up."""
 
 
 class Lack(Enum):
@@ -57,9 +57,9 @@ class Suspect(NamedTuple):
 
 
 class RegionFaults:
-    """Decides what errors mean, and keeps what is retired or suspected. Event loop only.
+    """Decides what errors mean, and tracks retired and suspected regions. Event loop only.
 
-    ``clock`` gives seconds. ``on_lost`` is called with each region whose blocks are lost.
+    ``clock`` returns seconds. ``on_lost`` is called with each region whose blocks are lost.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RegionFaults:
 
     @property
     def suspects(self) -> Mapping[int, Suspect]:
-        """The regions that could not be read, the one to ask next first."""
+        """The regions that could not be read, the one to read next first."""
         return self._suspects
 
     # --- writing ---
@@ -120,7 +120,7 @@ class RegionFaults:
             self._in_doubt = True
             return Outcome.FULL
         if is_open and (problem.errno == errno.EFBIG or problem.errno in MEDIUM_ERRORS):
-            self._regions.fill()  # what it has stays: the next blocks go elsewhere
+            self._regions.fill()  # its blocks stay: the next ones go elsewhere
         self._incidents.report("store", "stores_failed", problem)
         self._in_doubt = self._in_doubt or problem.errno != errno.EFBIG
         return Outcome.FAILED
@@ -134,7 +134,7 @@ class RegionFaults:
         return next((each for each in retired if self._regions.is_at_rest(each)), None)
 
     def probed(self, region: int, problem: OSError | None) -> Outcome | None:
-        """Note how a probe ended; returns the outcome of the store, None: it may go on."""
+        """Note how a probe ended; return the outcome of the store, None if it may go on."""
         if problem is None:
             self.write_succeeded()
             self.revive(region)
@@ -152,11 +152,11 @@ class RegionFaults:
         return Outcome.FAILED
 
     def end_doubt(self) -> None:
-        """Doubt no more that writing works: there is no region to probe."""
+        """Stop doubting that writing works: there is no region to probe."""
         self._in_doubt = False
 
     def write_succeeded(self) -> None:
-        """Note that something was written: what is retired for the medium may be tried now."""
+        """Note that a write succeeded: regions retired for the medium may be tried now."""
         if self._in_doubt:
             self._in_doubt = False
             for region, (lack, _) in self._retired.items():
@@ -166,13 +166,13 @@ class RegionFaults:
     # --- reading ---
 
     def read_failed(self, transfer: Transfer, problem: OSError) -> None:
-        """Suspect the region: whether its blocks are lost is found out later."""
+        """Suspect the region: whether its blocks are lost is decided later."""
         if transfer.region not in self._suspects:
             self._incidents.report("load", "regions_suspected", problem)
             self._suspects[transfer.region] = Suspect(transfer.at, transfer.size, 0)
 
     def acquit(self, region: int) -> None:
-        """Note that a suspect could be read after all, or has nothing to be read any more."""
+        """Note that a suspect could be read after all, or has no blocks to read any more."""
         self._suspects.pop(region, None)
 
     def ask_last(self, region: int) -> None:
@@ -180,7 +180,7 @@ class RegionFaults:
         self._suspects[region] = self._suspects.pop(region)
 
     def strike(self, region: int, problem: OSError) -> None:
-        """Note that a suspect failed while another place could be read. In the end it is lost."""
+        """Note that a suspect failed while another place could be read. Eventually it is lost."""
         suspect = self._suspects[region]
         if suspect.strikes + 1 < STRIKES_MAX:
             self._suspects[region] = suspect._replace(strikes=suspect.strikes + 1)
@@ -204,12 +204,12 @@ class RegionFaults:
         ]
 
     def revive(self, region: int) -> None:
-        """Give a retired region back: it could be written."""
+        """Put a retired region back into use: it could be written."""
         if region in self._retired and self._regions.revive(region):
             del self._retired[region]
 
     def still_fails(self, region: int, problem: OSError) -> None:
-        """Leave a retired region alone for longer; for want of room, all that wait for room."""
+        """Defer a retired region's next try; if room is lacking, that of all that wait for room."""
         if problem.errno in NO_ROOM:
             for each, (lack, _) in list(self._retired.items()):
                 if lack is Lack.ROOM or each == region:

@@ -1,4 +1,4 @@
-"""Opens regions: writes their headers, and keeps the tables of those that are written.
+"""Opens regions: writes their headers, and keeps the tables of those being written.
 
 A region's bytes are allocated before its first header is written. The next regions
 get their headers while the open one still has room, so no store waits for that.
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class RegionOpener:
     """Opens free regions for blocks. Event loop only.
 
-    ``lock`` is held while a header is written. Whoever else holds it may be sure
-    that no region is opened meanwhile.
+    ``lock`` is held while a header is written. While another caller holds it, no
+    region is opened.
     """
 
     def __init__(self, context: LogContext, faults: RegionFaults, calls: Calls) -> None:
@@ -40,7 +40,7 @@ class RegionOpener:
         self._regions = context.regions
         self._faults = faults
         self._calls = calls
-        self._tables: dict[int, RegionTable] = {}  # of regions that are written
+        self._tables: dict[int, RegionTable] = {}  # of regions being written
         self._pages = PagePool()
         self._opened_ahead_in: int | None = None  # the region that was open at the last attempt
         self._is_closed = False
@@ -51,7 +51,7 @@ class RegionOpener:
         return self._is_closed
 
     def close(self) -> None:
-        """Open no region any more."""
+        """Open no more regions."""
         self._is_closed = True
 
     def table(self, region: int) -> RegionTable:
@@ -67,8 +67,8 @@ class RegionOpener:
     async def open(self, regions: Sequence[int]) -> OSError | None:
         """Give free regions new headers, so that they take blocks, one after the other.
 
-        All at once: each header waits at the disk for what is being written there. The caller
-        holds ``lock``. Returns the problem with the first; whoever needs another meets it again.
+        All headers at once: each waits at the disk for other writes there. The caller holds
+        ``lock``. Returns the problem with the first; a caller that needs another meets its own.
         """
         incarnations = [os.urandom(ID_BYTES) for _ in regions]
         written = [
@@ -76,8 +76,8 @@ class RegionOpener:
             for region, incarnation in zip(regions, incarnations, strict=True)
         ]
         await asyncio.wait(written)
-        # They take blocks in the order of their sequences, whichever was written first: by
-        # that, a later start knows what is older.
+        # They take blocks in the order of their sequences, whichever was written first: that
+        # order shows a later start what is older.
         problems = [
             self._headed(region, incarnation, *header.result())
             for region, incarnation, header in zip(regions, incarnations, written, strict=True)
@@ -87,7 +87,7 @@ class RegionOpener:
     def _headed(
         self, region: int, incarnation: bytes, sequence: int, problem: OSError | None
     ) -> OSError | None:
-        """Have a region take blocks, if its header was written. Returns the problem otherwise."""
+        """Have a region take blocks, if its header was written. Return the problem otherwise."""
         context = self._context
         if problem is not None:
             return problem
@@ -107,11 +107,11 @@ class RegionOpener:
         return None
 
     def may_open_ahead(self) -> bool:
-        """Tell whether no attempt was made yet since the open region is open."""
+        """Return whether no attempt was made yet since the open region was opened."""
         return self._regions.open_region != self._opened_ahead_in
 
     def open_ahead(self) -> None:
-        """Begin to open the next regions, once for each region that is open."""
+        """Begin to open the next regions, once per open region."""
         if self.may_open_ahead():
             self._opened_ahead_in = self._regions.open_region
             self._calls.start(self._open_ahead())
@@ -125,18 +125,18 @@ class RegionOpener:
                 await self.open(regions)
 
     async def probe(self) -> Outcome | None:
-        """Write one header, to find out whether writing works; None if it does.
+        """Write one header to test whether writing works; return None if it does.
 
-        Otherwise returns the outcome of the store that waits. The caller holds ``lock``.
+        Otherwise returns the outcome of the waiting store. The caller holds ``lock``.
         """
         region = self._faults.region_to_probe()
         if region is None:
-            self._faults.end_doubt()  # only a region that is reclaimed can tell
+            self._faults.end_doubt()  # only a reclaimed region can show it
             return None
         return self._faults.probed(region, await self.rewrite_header(region))
 
     async def rewrite_header(self, region: int) -> OSError | None:
-        """Write a header into a region without blocks, without opening it. Returns the problem.
+        """Write a header into a region without blocks, without opening it. Return the problem.
 
         The caller holds ``lock``.
         """
@@ -144,7 +144,7 @@ class RegionOpener:
         return problem
 
     async def write_header(self, region: int, incarnation: bytes) -> tuple[int, OSError | None]:
-        """Write the header of a region without blocks; returns its sequence, and the problem.
+        """Write the header of a region without blocks; return its sequence, and the problem.
 
         The caller holds ``lock``.
         """

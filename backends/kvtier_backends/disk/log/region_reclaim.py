@@ -1,11 +1,11 @@
-"""Reclaims regions: reinserts a region's blocks, as far as budget and room go, and drops the rest.
+"""Reclaims regions: reinserts blocks as far as budget and room allow, and drops the rest.
 
-Nothing is dropped before the blocks that stay have been read and written: where the
-medium fails meanwhile, the region keeps what it has, and is sealed as before.
+Nothing is dropped before the blocks that stay have been read and written: if the
+medium fails meanwhile, the region keeps its blocks, and is sealed as before.
 
-What is dropped is what was used least recently; of what was used at once, the
-tail goes before the head, because a prompt's block is of no use without those
-before it. Blocks that are removed, or stored anew, while they are on their way
+The least recently used blocks are dropped; of blocks used at once, the
+tail goes before the head, because a prompt's block is useless without those
+before it. Blocks that are removed, or stored again, while they are being reinserted
 stay as they are. (Log-structured file systems call this cleaning: Rosenblum and
 Ousterhout, 1992. CacheLib's navy reclaims and reinserts regions as well.)
 """
@@ -58,13 +58,13 @@ class Reclaimer:
         self._faults = faults
         self._calls = calls
         self._running: asyncio.Future[Outcome] | None = None
-        self._search_at_room = 0  # with so much room left, a victim is searched for
+        self._search_at_room = 0  # with this much room left, a victim is searched for
         self._searched_in: tuple[int | None, int] = (None, 0)  # the open region, and its quarter
 
     async def make_room(self) -> Outcome:
-        """Reclaim a region, together with whoever wants room as well.
+        """Reclaim a region, once for all callers that want room.
 
-        FULL: there is none to reclaim, or it is still read. FAILED: it is kept.
+        FULL: there is none to reclaim, or it is still being read. FAILED: it is kept.
         """
         if self._running is None or self._running.done():
             self._begin(self._victim())
@@ -79,7 +79,7 @@ class Reclaimer:
             self._search_at_room = regions.slots // 2
         if regions.room > self._search_at_room:
             return
-        # A search takes a while where there are many regions: not each time.
+        # A search takes a while if there are many regions: don't search each time.
         step = regions.slots // VICTIM_SEARCHES_PER_REGION
         self._search_at_room = max(0, regions.room - step)
         if self._running is None or self._running.done():
@@ -89,10 +89,10 @@ class Reclaimer:
                 self.reclaim_dead()
 
     def may_search(self) -> bool:
-        """Tell whether to search for dead regions, and count it as done: some times a region.
+        """Return whether to search for dead regions, and count it as done: a few times per region.
 
-        A search looks at all regions: after each batch of small blocks it took a third of the
-        time that these take.
+        A search checks all regions: after each batch of small blocks it took a third of the
+        batch's own time.
         """
         regions = self._regions
         quarter = regions.room * VICTIM_SEARCHES_PER_REGION // regions.slots
@@ -133,7 +133,7 @@ class Reclaimer:
         try:
             is_over = await self._reinsert(self._choose(region))
         finally:
-            if is_over:  # What could not be reinserted is lost.
+            if is_over:  # Blocks that could not be reinserted are lost.
                 self._live.lose(self._index.keys_of(region), "blocks_dropped")
             elif self._index.live(region) and regions.state(region) is RegionState.RECLAIMING:
                 regions.keep(region)
@@ -153,11 +153,11 @@ class Reclaimer:
         self._live.sweep(region)
         first = region * self._context.geometry.slots
         locations = [first + slot for slot in self._index.slots_of(region)]
-        # Blocks under an older encryption key stay where that key is named, and go with it.
+        # Blocks under an older encryption key stay in the region that names it, and go with it.
         has_current_key = self._regions.key_id(region) == self._context.identity.key_id
         excess = len(locations) - (self._affordable() if has_current_key else 0)
         if excess > 0:
-            # The blocks of a request lie in its order, mostly.
+            # The blocks of a request usually lie in its order.
             by_use = sorted(locations, key=lambda at: (self._index.record(at).used_s, -at))
             locations = sorted(by_use[excess:])
         assert len(locations) <= self._affordable(), "more is reinserted than the budget affords"
@@ -187,7 +187,7 @@ class Reclaimer:
     async def _reinsert_batch(
         self, locations: Sequence[int], views: Sequence[memoryview]
     ) -> list[Outcome]:
-        """Reinsert some blocks; returns the outcomes of those that are not lost."""
+        """Reinsert some blocks; return the outcomes of those that are not lost."""
         outcomes = await self._reader.read_at(locations, views)
         items = []
         for location, view, outcome in zip(locations, views, outcomes, strict=True):

@@ -1,9 +1,9 @@
-"""What becomes of each region, as a table, and which one comes next. Touches no file.
+"""Tracks the state of each region, by a table, and picks the next one. Touches no file.
 
 Blocks are appended to the one open region. The next ones get their headers ahead,
-so that no store waits for that. When hardly a free one is left, the sealed
+so that no store waits for that. When hardly any free one is left, the sealed
 region with the fewest blocks is reclaimed: its blocks are reinserted, as far
-as the budget for that goes, and the rest is dropped. One free region is kept
+as the budget allows, and the rest is dropped. One free region is kept
 back for them, so a reclaim never waits for room.
 
 # Invariant: a region is opened only when it has no block, no reader and no writer. Checked:
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 WRITE_AMPLIFICATION_MAX: Final = 1.3
 KEPT_BACK_REGIONS: Final = 1
-"""This many free regions are only for blocks that are reinserted."""
+"""This many free regions are reserved for reinserted blocks."""
 
 AHEAD_BYTES: Final = 256 << 20
-"""Regions of so many bytes get their headers ahead: what a fast disk writes in the time that it
-takes for a header, which waits there behind all that is being written."""
+"""Regions of this many bytes get their headers ahead: as much as a fast disk writes in the time
+that it takes for a header, which waits there behind all other writes."""
 
 AHEAD_MAX: Final = 8
-AHEAD_OF: Final = 4  #: at most one region of so many is opened ahead, in a small folder
+AHEAD_OF: Final = 4  #: in a small folder, at most one region of this many is opened ahead
 
 
 class RegionState(IntEnum):
-    """What a region is used for."""
+    """The state of a region."""
 
     FREE = 0  #: has no block; may be opened
     NEXT = 1  #: has its new header; takes blocks when the open one is filled
@@ -51,7 +51,7 @@ class RegionState(IntEnum):
 
 
 class RegionEvent(IntEnum):
-    """What moves a region."""
+    """An event that changes a region's state."""
 
     HEADED = 0  #: its new header is written
     OPENED = 1
@@ -90,9 +90,9 @@ class Extent(NamedTuple):
 
 
 class Budget:
-    """How many bytes may be reinserted, so that write amplification stays bounded.
+    """Limits the bytes that may be reinserted, so that write amplification stays bounded.
 
-    Credit is kept up to ``credit_bytes_max``: a long quiet time does not pay for a storm.
+    Credit is capped at ``credit_bytes_max``: a long quiet time does not pay for a storm.
     """
 
     def __init__(self, credit_bytes_max: int) -> None:
@@ -124,7 +124,7 @@ class Regions:
     def __init__(
         self, count: int, slots: int, live: Callable[[int], int], *, ahead_max: int = 1
     ) -> None:
-        """``ahead_max``: so many regions may have their headers before they take blocks."""
+        """``ahead_max``: how many regions may have their headers before they take blocks."""
         self.slots = slots
         self._ahead_max = ahead_max
         self._live = live
@@ -142,14 +142,14 @@ class Regions:
         self._opened = 0  # how often a region was opened
         self._sequence = 0
 
-    # --- what is ---
+    # --- state ---
 
     def state(self, region: int) -> RegionState:
-        """Return what the region is used for."""
+        """Return the region's state."""
         return self._states[region]
 
     def sequence(self, region: int) -> int:
-        """Return when the region was opened last, as a number that only grows."""
+        """Return the sequence of the region's last opening, a number that only grows."""
         return self._sequences[region]
 
     @property
@@ -159,7 +159,7 @@ class Regions:
 
     @property
     def room(self) -> int:
-        """How many slots the open region has left."""
+        """Number of slots left in the open region."""
         return 0 if self._open is None else self.slots - self._used
 
     @property
@@ -176,8 +176,8 @@ class Regions:
     def ahead_missing(self) -> int:
         """How many more regions may get their headers ahead.
 
-        No more than were opened so far: a folder may hold what others, or this engine
-        after a restart, could still use, and a header is the end of it.
+        No more than were opened so far: a folder may hold blocks that others, or this engine
+        after a restart, could still use, and a new header discards them.
         """
         return max(1, min(self._ahead_max, self._opened)) - len(self._next)
 
@@ -209,7 +209,7 @@ class Regions:
         highest: int,
         key_ids: Mapping[int, bytes],
     ) -> None:
-        """Restore what was found: regions with blocks, and those to be opened after all others.
+        """Restore a found state: regions with blocks, and those to open after all others.
 
         ``sequences`` and ``key_ids`` are those of the regions with blocks. ``highest`` is
         the greatest sequence number seen in the folder.
@@ -227,7 +227,7 @@ class Regions:
     # --- allocating slots ---
 
     def next_to_open(self, *, for_reinsertion: bool) -> int | None:
-        """Return the free region to open next, for new blocks or for those that are reinserted."""
+        """Return the free region to open next, for new blocks or for reinserted ones."""
         kept_back = 0 if for_reinsertion else KEPT_BACK_REGIONS
         return self._free[0] if len(self._free) > kept_back else None
 
@@ -286,13 +286,13 @@ class Regions:
             self._move(self._open, RegionEvent.OPENED)
 
     def written(self, extent: Extent) -> None:
-        """Note that a writer has ended, well or not."""
+        """Note that a writer has ended, successfully or not."""
         assert 0 <= extent.first < extent.first + extent.slots <= self.slots, extent
         self._writers[extent.region] -= 1
         assert self._writers[extent.region] >= 0, "a writer ended twice"
 
     def is_written(self, region: int) -> bool:
-        """Tell whether the region takes no more blocks and has no writer left."""
+        """Return whether the region takes no more blocks and has no writer left."""
         takes_blocks = self._states[region] in (RegionState.NEXT, RegionState.OPEN)
         return not (takes_blocks or self._writers[region])
 
@@ -303,11 +303,11 @@ class Regions:
         self._readers[region] += 1
 
     def is_read(self, region: int) -> bool:
-        """Tell whether the region has a reader."""
+        """Return whether the region has a reader."""
         return self._readers[region] > 0
 
     def unpin(self, region: int) -> None:
-        """End a reader. The region becomes free if that is what it waited for."""
+        """End a reader. The region becomes free if it waited for that."""
         self._readers[region] -= 1
         assert self._readers[region] >= 0, "a reader ended twice"
         if not self._readers[region]:
@@ -316,14 +316,14 @@ class Regions:
             self.end_reclaim(region)
 
     def begin_grace_period(self, region: int) -> int:
-        """Return a mark for ``is_grace_period_over``: of the readers that the region has now."""
+        """Return a mark for ``is_grace_period_over``, of the readers that the region has now."""
         return self._grace_periods[region]
 
     def is_grace_period_over(self, region: int, mark: int) -> bool:
-        """Tell whether all readers have ended that the region had when the mark was returned.
+        """Return whether all readers that the region had when the mark was returned have ended.
 
-        So it comes true also where others have begun by then: under loads without end.
-        (As in read-copy-update: what no new reader finds may go once the old ones have ended.)
+        So it becomes true even if others have begun by then: under continuous loads.
+        (As in read-copy-update: data that no new reader finds may go once the old ones ended.)
         """
         return not self._readers[region] or self._grace_periods[region] > mark
 
@@ -360,14 +360,14 @@ class Regions:
         """End the reclaim of a region that has blocks left: they stay where they are."""
         self._move(region, RegionEvent.KEPT)
 
-    # --- what the disk and the encryption have of a region ---
+    # --- disk space and encryption of a region ---
 
     def key_id(self, region: int) -> bytes:
         """Return the id of the key that the region's blocks are encrypted with."""
         return self._key_ids[region]
 
     def is_allocated(self, region: int) -> bool:
-        """Tell whether the region's bytes exist: it needs no room of the disk any more."""
+        """Return whether the region's bytes exist: it needs no more room on the disk."""
         return region in self._allocated
 
     def note_allocated(self, region: int) -> None:
@@ -375,13 +375,13 @@ class Regions:
         self._allocated.add(region)
 
     def forget_allocation(self, region: int) -> None:
-        """Note that the region may have holes: its bytes are to be allocated once more."""
+        """Note that the region may have holes: its bytes must be allocated again."""
         self._allocated.discard(region)
 
     # --- faults ---
 
     def retire(self, region: int) -> bool:
-        """Take a region out of use for good, or until it is revived. False: it is already."""
+        """Retire a region, permanently or until it is revived. Return False if it already was."""
         if self._states[region] is RegionState.RETIRED:
             return False
         if self._states[region] is RegionState.FREE:
@@ -395,7 +395,7 @@ class Regions:
         return True
 
     def retire_unallocated(self) -> list[int]:
-        """Retire all free regions that would need room of the disk; returns which."""
+        """Retire all free regions that would need room on the disk; return them."""
         retired = [region for region in self._free if region not in self._allocated]
         self._free = deque(region for region in self._free if region in self._allocated)
         for region in retired:
@@ -408,11 +408,11 @@ class Regions:
         self._free.append(region)
 
     def is_at_rest(self, region: int) -> bool:
-        """Tell whether the region has no block, no reader and no writer."""
+        """Return whether the region has no block, no reader and no writer."""
         return not (self._live(region) or self._readers[region] or self._writers[region])
 
     def assert_invariants(self) -> None:
-        """Assert that what is free, next and open is what the states say. Looks at all regions."""
+        """Assert that the free, next and open regions match the states. Checks all regions."""
         by_state: dict[RegionState, list[int]] = {state: [] for state in RegionState}
         for number, its_state in enumerate(self._states):
             by_state[its_state].append(number)

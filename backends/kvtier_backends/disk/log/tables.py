@@ -1,11 +1,11 @@
 """Writes the table of one open region.
 
 Many blocks that are written together have pages of their own, which go behind
-them in the same call: nobody waits for anybody else. For few blocks that would
-take too many pages. They share one, and whoever waits together is written
+them in the same call, so that no store waits for another. For few blocks that would
+take too many pages. They share one, and entries that wait together are written
 together. That page holds all entries since it was begun. It is written to a
-place that holds nothing newer than what its last version holds, so there is
-always one whole version of it: ``_next_version`` is that place, and the two change
+place that holds nothing newer than its last version, so there is
+always one whole version of it: ``_next_version`` is that place, and the two swap
 roles. Pages that are begun while another waits to be written go to new places.
 """
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     _Waiting = tuple[Sequence[EntryTuple], asyncio.Future[OSError | None]]
 
 PAGES_AT_ONCE: Final = 8
-"""So many versions of shared pages at most go in one call: entries of some hundred blocks."""
+"""At most this many versions of shared pages go in one call: entries of some hundred blocks."""
 
 POOL_GROWS_BY: Final = 32
 
 
 class Identity(NamedTuple):
-    """What this engine writes into its regions' headers."""
+    """The values that this engine writes into its regions' headers."""
 
     folder_id: bytes
     namespace: bytes
@@ -68,23 +68,23 @@ def new_header(
 
 
 class PagePool:
-    """Pages that may be written with O_DIRECT; given back, they serve again. Event loop only.
+    """Reuses pages that may be written with O_DIRECT. Event loop only.
 
-    Regions come and go, and to unmap a page interrupts all threads.
+    Regions come and go, and unmapping a page interrupts all threads.
     """
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
 
     def borrow(self) -> memoryview:
-        """Return a page; what is in it is of no use."""
+        """Return a page with arbitrary contents."""
         if not self._free:
             memory = memoryview(mmap.mmap(-1, POOL_GROWS_BY * PAGE_BYTES))
             self._free = [memory[at : at + PAGE_BYTES] for at in range(0, len(memory), PAGE_BYTES)]
         return self._free.pop()
 
     def give_back(self, pages: Iterable[memoryview]) -> None:
-        """Keep pages for the next ``borrow``. No call writes them any more."""
+        """Keep pages for the next ``borrow``. No call may write them any more."""
         self._free += pages
 
 
@@ -102,7 +102,7 @@ class RegionTable:
         tag_bytes: int,
         on_written: Callable[[int], None],
     ) -> None:
-        """``on_written`` is called with the bytes that each write took."""
+        """``on_written`` is called with the number of bytes of each write."""
         self.incarnation = incarnation
         self._device = device
         self._region = region
@@ -129,8 +129,8 @@ class RegionTable:
     def own_pages(self, entries: Sequence[EntryTuple]) -> list[Transfer]:
         """Return pages of these entries alone, to be written behind their blocks, in order.
 
-        There are none for few entries, nor where the table has no room: ``add`` them
-        then. The pages are held until ``free``.
+        There are none for few entries, or if the table has no room: then ``add``
+        them. The pages are held until ``free``.
         """
         pages: list[Transfer] = []
         if len(entries) < self._own_page_slots:
@@ -152,13 +152,13 @@ class RegionTable:
         return pages
 
     def free(self, pages: Sequence[Transfer]) -> None:
-        """Release what ``own_pages`` returned. No call writes it any more."""
+        """Release the pages that ``own_pages`` returned. No call may write them any more."""
         self._pool.give_back(page for transfer in pages for page in transfer.buffers)
 
     # --- the shared page ---
 
     async def add(self, entries: Sequence[EntryTuple]) -> OSError | None:
-        """Return once these entries are in the table, or what failed."""
+        """Wait until these entries are in the table. Return the problem, None if there is none."""
         done: asyncio.Future[OSError | None] = asyncio.get_running_loop().create_future()
         self._waiting.append((entries, done))
         if not self._is_writing:
@@ -168,7 +168,7 @@ class RegionTable:
                     await self._write_waiting()
             finally:
                 self._is_writing = False
-                waiting, self._waiting = self._waiting, []  # who came while a write broke
+                waiting, self._waiting = self._waiting, []  # entries that came while a write failed
                 _answer(waiting, _not_written())
         return await done
 
@@ -197,8 +197,8 @@ class RegionTable:
     def _encode(self, entries: Sequence[EntryTuple]) -> tuple[int | None, list[int], int]:
         """Put entries into as many pages as go in one call.
 
-        Returns where the last version of the first page lies, None if it has
-        none; where each page goes; and how many entries they have.
+        Returns the place of the first page's last version, None if it has
+        none; the place of each page; and how many entries they have.
         """
         places: list[int] = []
         old, place, count = self._head, self._next_version, 0
@@ -229,7 +229,7 @@ class RegionTable:
 
 
 def _answer(waiting: Sequence[_Waiting], problem: OSError | None) -> None:
-    """Tell those who wait what became of their entries."""
+    """Set the result that the callers wait for."""
     for _, done in waiting:
         if not done.done():
             done.set_result(problem)

@@ -1,1 +1,1 @@
-"""The folder from outside: listed, verified and purged by a person's tools."""
+"""Lists, verifies and purges a folder from outside, for command-line tools."""

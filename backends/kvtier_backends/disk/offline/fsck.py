@@ -1,8 +1,8 @@
-"""Verifies a folder, region by region and block by block, and drops what is unsound.
+"""Verifies a folder, region by region and block by block, and drops unsound data.
 
-Problems have the names of recovery's cases, and of what loads count. An engine
-may be at work meanwhile, unless something is to be repaired: a block that fails
-its check is looked up once more, and if its region or its entry has changed by
+Problems have the names of recovery's cases, and of the counters of loads. An engine
+may run meanwhile, unless something is to be repaired: a block that fails
+its check is looked up again, and if its region or its entry has changed by
 then, it was replaced and not damaged.
 """
 
@@ -40,13 +40,13 @@ class Problem(NamedTuple):
 
     case: str
     region: int | None  #: None: the superblock
-    size: int  #: of what the case is about: regions, table pages, entries or blocks
+    size: int  #: number of regions, table pages, entries or blocks concerned
     what: str  #: for people
 
 
 @dataclass
 class Checked:
-    """What a check has found."""
+    """The result of a check."""
 
     user: User | None = None
     regions: Counter[str] = field(default_factory=Counter)  #: by recovery's case, or "in_use"
@@ -63,7 +63,7 @@ class Checker:
     """Checks a folder, and repairs it if its files are writable. One thread."""
 
     def __init__(self, folder: Folder, keyring: Keyring | None, *, repair: bool) -> None:
-        """``keyring`` decrypts what is encrypted. ``repair`` needs the folder to be claimed."""
+        """``keyring`` decrypts encrypted blocks. ``repair`` needs the folder to be claimed."""
         self._folder = folder
         self._keyring = keyring
         self._repair = repair
@@ -71,7 +71,7 @@ class Checker:
         self.checked = Checked(None if repair else user_of(folder.path))
 
     def run(self, numbers: list[int], advance: Callable[[], None]) -> Checked:
-        """Check these regions. Raises ``OSError`` for missing rights; Ctrl-C leaves out the rest.
+        """Check these regions. Raises ``OSError`` for missing rights; Ctrl-C skips the rest.
 
         ``advance`` is called after each region.
         """
@@ -114,14 +114,14 @@ class Checker:
             self._found("region_unreadable", number, 1, str(problem.strerror or problem))
 
     def _drop(self, report: RegionReport, bad: set[int]) -> None:
-        """Remove from a region what is unsound, or all of it if its header is."""
+        """Remove the unsound data of a region, or all of it if its header is unsound."""
         if report.case == "region_unreadable" or report.is_truncated:
             self._folder.files.cut(report.number)
         else:
             scrub_region(self._folder.files, report, lambda entry: entry.slot not in bad)
 
     def _judge(self, report: RegionReport) -> None:
-        """Note what is wrong with a region's header and its table."""
+        """Record the problems of a region's header and its table."""
         number = report.number
         if report.case not in UNREMARKABLE:
             self._found(report.case, number, 1, "all of the region")
@@ -137,7 +137,7 @@ class Checker:
     # --- blocks ---
 
     def _check_blocks(self, report: RegionReport) -> set[int]:
-        """Check all blocks of a region; returns the slots of those that are damaged."""
+        """Check all blocks of a region; return the slots of damaged ones."""
         entries = report.entries
         header = report.header
         if header is None or not entries:
@@ -158,7 +158,7 @@ class Checker:
         return set(bad)
 
     def _still_bad(self, report: RegionReport, bad: Mapping[int, str]) -> dict[int, str]:
-        """Return those that are bad still, and were not replaced or removed meanwhile."""
+        """Return the slots that are still bad, and were not replaced or removed meanwhile."""
         self._folder.files.forget_cached(report.number)
         again = self._folder.inspect(report.number)
         same = again.header == report.header and not again.is_changing
@@ -166,11 +166,11 @@ class Checker:
         there = {slot: before[slot] for slot in bad if now.get(slot) == before[slot]}
         skipped = len(bad) - len(there)
         self.checked.blocks_skipped += skipped
-        self.checked.blocks -= skipped  # the caller takes them for sound
+        self.checked.blocks -= skipped  # the caller counts them as sound
         return self._bad_blocks(report, there)
 
     def _bad_blocks(self, report: RegionReport, entries: Mapping[int, Entry]) -> dict[int, str]:
-        """Read these blocks of a region; returns the slots of bad ones, and what they are."""
+        """Read these blocks of a region; return the slots of bad ones, and their cases."""
         header = report.header
         assert header is not None, "entries without a header"
         bad = {}
@@ -184,7 +184,7 @@ class Checker:
     def _read(
         self, report: RegionReport, entries: Mapping[int, Entry]
     ) -> Iterator[tuple[int, memoryview]]:
-        """Yield the blocks of these slots, neighbours out of one read."""
+        """Yield the blocks of these slots, neighbours from one read."""
         header, geometry = report.header, report.geometry
         if header is None or geometry is None:
             return
@@ -197,7 +197,7 @@ class Checker:
                 yield first + step, view[step * stride :][: header.block_bytes]
 
     def _is_sound(self, header: RegionHeader, entry: Entry, block: memoryview) -> bool:
-        """Tell whether a block's digest, and its tag if it has one, fit."""
+        """Return whether a block's digest, and its tag if it has one, match."""
         digest = entry.digest
         if header.key_id != NO_KEY_ID:
             decrypted = self._decrypt(header, entry, block)
@@ -230,7 +230,7 @@ class Checker:
 
 
 def folder_damaged(path: str, *, repair: bool) -> Checked:
-    """Return what to say of a folder without a sound superblock; removes what is left if asked.
+    """Report a folder without a sound superblock; with ``repair``, remove its remains.
 
     ``repair`` needs the folder to be claimed. Raises ``OSError``.
     """

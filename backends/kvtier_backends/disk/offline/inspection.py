@@ -1,8 +1,8 @@
-"""Inspects a disk tier's folder from outside, also while an engine uses it. Changes nothing.
+"""Inspects a disk tier's folder from outside, even while an engine uses it. Changes nothing.
 
-What is found is judged by recovery's cases, as an engine of the region's own
-namespace would judge it. An engine that is at work replaces table pages and
-regions under the reader: what looks damaged is read again, and is called
+Regions and pages are judged by recovery's cases, as an engine of the region's own
+namespace would judge them. A running engine replaces table pages and
+regions under the reader: data that looks damaged is read again, and is reported as
 damaged only if it has stayed the same.
 """
 
@@ -51,7 +51,7 @@ _NO_GEOMETRY: Final = RegionGeometry(0, -1, -1, -1, -1, -1)  # no header has it
 
 
 class FolderDamaged(ConfigError):
-    """Raised when both copies of a superblock are damaged. An engine would begin anew there."""
+    """Raised when both copies of a superblock are damaged. An engine would start empty there."""
 
 
 class Page(NamedTuple):
@@ -74,11 +74,11 @@ class RegionReport:
     geometry: RegionGeometry | None = None
     pages: list[Page] = field(default_factory=list)
     is_truncated: bool = False  #: its file ends within its table
-    is_changing: bool = False  #: an engine is at work there: what looks damaged may not be
+    is_changing: bool = False  #: an engine is changing it: it may look damaged and not be
 
     @property
     def is_sound(self) -> bool:
-        """Tell whether its header is, so that an engine of its namespace would serve it."""
+        """Return whether its header is sound, so that an engine of its namespace would serve it."""
         return self.case == "region_sound"
 
     @cached_property
@@ -88,7 +88,7 @@ class RegionReport:
 
     @property
     def looks_damaged(self) -> bool:
-        """Tell whether an engine would count anything here."""
+        """Return whether an engine would count anything here."""
         pages = (page.case not in UNREMARKABLE or page.beyond > 0 for page in self.pages)
         return self.case not in UNREMARKABLE or self.is_truncated or any(pages)
 
@@ -97,7 +97,7 @@ class Folder:
     """A disk tier's folder and its files. One thread at a time; all methods block."""
 
     def __init__(self, path: str, *, writable: bool = False) -> None:
-        """Raises ``ConfigError`` if it is no such folder, and ``FolderDamaged``."""
+        """Raises ``ConfigError`` if it is not such a folder, and ``FolderDamaged``."""
         self.path = os.path.abspath(path)
         self.superblock = _superblock_of(self.path)
         segments = Segments(
@@ -112,7 +112,7 @@ class Folder:
         self.files.close()
 
     def inspect(self, number: int) -> RegionReport:
-        """Inspect a region, again and again if need be. Raises ``OSError``."""
+        """Inspect a region, repeatedly if needed. Raises ``OSError``."""
         found, raw = self._inspect_once(number)
         for _ in range(INSPECTIONS_MAX):
             if not found.looks_damaged:
@@ -127,11 +127,11 @@ class Folder:
         return found
 
     def _inspect_once(self, number: int) -> tuple[RegionReport, bytes]:
-        """Return the region and the bytes that it was judged by."""
+        """Return the region, and the bytes that it was judged by."""
         page = self.files.read(number, 0, PAGE_BYTES)
         header, geometry = self._layout_untrusted(page)
         raw = page
-        if geometry is not None:  # once more, in one read with its table
+        if geometry is not None:  # again, in one read with its table
             raw = self.files.read(number, 0, geometry.slots_at)
             page = raw[:PAGE_BYTES]
             header, geometry = self._layout_untrusted(page)
@@ -151,7 +151,7 @@ class Folder:
         return found, raw
 
     def _layout_untrusted(self, page: bytes) -> tuple[RegionHeader | None, RegionGeometry | None]:
-        """Return the header, and how it lays the region out if that can be."""
+        """Return the header, and the region's geometry if that is valid."""
         try:
             header = decode_header_untrusted(page)
         except PageRefused:
@@ -184,7 +184,7 @@ def damaged_copies(path: str) -> int:
 
 
 def user_of(path: str) -> User | None:
-    """Return who has the folder claimed now; None if nobody has. Raises ``OSError``."""
+    """Return the folder's current user, None if it is not claimed. Raises ``OSError``."""
     try:
         descriptor = open_file(f"{path}/{LOCK_NAME}", os.O_RDONLY)
     except FileNotFoundError:
@@ -201,7 +201,7 @@ def user_of(path: str) -> User | None:
 
 
 def refuse_folder(path: str, where: str, *, allow_world_writable: bool) -> None:
-    """Raise ``ConfigError`` if an engine can't claim the folder now. ``where``: how it begins."""
+    """Raise ``ConfigError`` if an engine can't claim the folder now. ``where``: text start."""
 
     def refuse(fault: str) -> ConfigError:
         return ConfigError(f"{where} {fault}")
@@ -223,7 +223,7 @@ def refuse_folder(path: str, where: str, *, allow_world_writable: bool) -> None:
 
 
 def refusal(path: str, problem: OSError) -> ConfigError:
-    """Return what to tell people about a folder that cannot be read or changed."""
+    """Return the error for a folder that cannot be read or changed."""
     remedy = "Is the disk there, and sound?"
     if isinstance(problem, PermissionError):
         remedy = "Run this as the user that the engine runs as."

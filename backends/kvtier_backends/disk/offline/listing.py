@@ -1,7 +1,7 @@
-"""Counts what a disk tier's folder holds, by namespace: what an engine would find at its start.
+"""Counts the blocks in a disk tier's folder by namespace, as an engine would find them at start.
 
-The tables do not say which blocks the tier has forgotten since they were
-stored, so those count as well until they are written over.
+The tables do not show which blocks the tier has forgotten since they were
+stored, so those count as well until they are overwritten.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 
 class Distinct:
-    """Counts different keys, in 8 bytes each."""
+    """Counts distinct keys, in 8 bytes each."""
 
     def __init__(self) -> None:
         self._hashes = array("q")
 
     def add(self, keys: Iterable[bytes]) -> None:
-        """Add keys; those that came before don't count again."""
+        """Add keys; those added before don't count again."""
         self._hashes.extend(map(hash, keys))
 
     def count(self) -> int:
-        """Return how many there were."""
+        """Return the number of distinct keys."""
         return int(np.unique(np.frombuffer(self._hashes, np.int64)).size) if self._hashes else 0
 
 
 class Kind(NamedTuple):
-    """What the blocks of one region have in common."""
+    """Properties common to the blocks of one region."""
 
     namespace: bytes
     key_id: bytes  #: of the encryption key
@@ -75,7 +75,7 @@ class Holding:
 
 @dataclass
 class Listing:
-    """What a folder holds."""
+    """The contents of a folder."""
 
     user: User | None
     bytes_on_disk: int
@@ -85,7 +85,7 @@ class Listing:
 
 
 def list_folder(folder: Folder, numbers: list[int], advance: Callable[[], None]) -> Listing:
-    """Inspect these regions. Raises ``OSError``; Ctrl-C leaves out the rest.
+    """Inspect these regions. Raises ``OSError``; Ctrl-C skips the rest.
 
     ``advance`` is called after each region.
     """

@@ -1,9 +1,9 @@
-"""How ``kvtier purge`` asks the engine that uses a folder to remove blocks: by two small files.
+"""Passes requests of ``kvtier purge`` to the engine that uses a folder, by two small files.
 
-The command leaves ``purge-ID.json`` in the folder. The tier looks for such files
-once a second, removes the file, does it, and leaves ``purged-ID.json``. A
-request that was not accepted by its time is void, and that is answered as well. Both
-files are for one user alone and are written whole; neither side trusts what it finds.
+The command writes ``purge-ID.json`` to the folder. The tier looks for such files
+once a second, removes the file, does the purge, and writes ``purged-ID.json``. A
+request that was not accepted in time is void, and is answered as well. Both
+files are for one user alone and are written whole; neither side trusts their contents.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 ACCEPTED_WITHIN_S_MAX: Final = 15.0
 DONE_WITHIN_S_MAX: Final = 600.0
-"""An answer that has not come by then won't: the disk may have no room for it."""
+"""An answer that has not arrived by then won't: the disk may have no room for it."""
 
 LEFT_FOR_S_MAX: Final = 600.0
-"""An answer that nobody has read by then is removed."""
+"""An answer that was not read by then is removed."""
 
 _VOID: Final = "the request came too late, or is another version's. Try again"
 _POLL_S: Final = 0.05
@@ -65,7 +65,7 @@ _T = TypeVar("_T", _Request, _Answer)
 
 
 class NotAnswered(StoreFault):
-    """Raised when the engine did not do what it was asked to. The text says what to do."""
+    """Raised when the engine did not carry out a request. The text has the remedy."""
 
 
 # --- the command's side ---
@@ -74,12 +74,12 @@ class NotAnswered(StoreFault):
 def ask_engine(
     path: str, selection: Selection, waiting: Callable[[], None]
 ) -> tuple[list[tuple[bytes, bytes, int, int]], int] | None:
-    """Have the engine that uses the folder remove what is selected, and wait for it.
+    """Have the engine that uses the folder remove the selected blocks, and wait for it.
 
-    Returns (namespace, key id, block bytes, blocks) a kind, and how many regions
-    could not be changed; None if the engine let the folder go without a word.
+    Returns (namespace, key id, block bytes, blocks) per kind, and how many regions
+    could not be changed; None if the engine released the folder without an answer.
     Raises ``NotAnswered``, and ``Misuse`` if nothing can be written there.
-    ``waiting`` is called now and then.
+    ``waiting`` is called at each poll.
     """
     mark = os.urandom(16).hex()
     request, answer = f"{path}/purge-{mark}.json", f"{path}/purged-{mark}.json"
@@ -90,12 +90,12 @@ def ask_engine(
     try:
         _write(request, asked)
         while True:
-            used = user_of(path) is not None  # before the look for an answer
+            used = user_of(path) is not None  # before looking for an answer
             is_there = os.path.lexists(answer)
             found = _read_untrusted(answer, _Answer)
             if found is not None:
                 return _rows_of(found)
-            if is_there:  # whole, since it is renamed to its name, and damaged
+            if is_there:  # whole, since it is renamed into place, but damaged
                 raise NotAnswered(
                     f"{path}: the answer of {user_of(path)} is damaged. kvtier ls shows what is "
                     "left."
@@ -135,7 +135,7 @@ def _rows_of(answer: _Answer) -> tuple[list[tuple[bytes, bytes, int, int]], int]
 
 
 async def answer_requests(log: BlockLog, regions: int, path: str, threads: DaemonThreads) -> None:
-    """Do what the requests in the folder ask for. Raises ``OSError``, ``Misuse``."""
+    """Carry out the requests in the folder. Raises ``OSError``, ``Misuse``."""
     while (popped := await threads.run(partial(_pop_request, path))) is not None:
         mark, asked = popped
         purged, error = Purged(), _VOID
@@ -155,9 +155,9 @@ async def answer_requests(log: BlockLog, regions: int, path: str, threads: Daemo
 
 
 def _pop_request(path: str) -> tuple[str, _Request | None] | None:
-    """Pop a request from the folder: its mark and content, None if it is void or none.
+    """Pop a request from the folder, if any: its mark, and its content or None if it is void.
 
-    Answers that nobody has read are removed.
+    Answers that were not read are removed.
     """
     names = os.listdir(path)
     _remove_old([f"{path}/{name}" for name in names if _ANSWER.fullmatch(name)], path)
@@ -173,15 +173,15 @@ def _pop_request(path: str) -> tuple[str, _Request | None] | None:
 
 
 def _remove_old(answers: Sequence[str], path: str) -> None:
-    """Remove answers that nobody has read, by the filesystem's clock.
+    """Remove answers that were not read in time, by the filesystem's clock.
 
-    By this host's, a filesystem that is behind it kept no answer for a moment.
+    By this host's, a filesystem that is behind it would lose every answer at once.
     """
     if answers:
         with suppress(OSError):
             old_s = time.time() + clock_ahead_s(path) - LEFT_FOR_S_MAX
             for answer in answers:
-                with suppress(FileNotFoundError):  # it is read just now
+                with suppress(FileNotFoundError):  # it has just been read
                     if os.lstat(answer).st_mtime < old_s:
                         os.unlink(answer)
 
@@ -213,7 +213,7 @@ def _write(path: str, value: _Request | _Answer) -> None:
 
 
 def _read_untrusted(path: str, kind: type[_T]) -> _T | None:
-    """Return a file's content; None if there is none that this user wrote and that makes sense."""
+    """Return a file's content; None if it is missing, invalid or not of a trusted user."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -225,5 +225,5 @@ def _read_untrusted(path: str, kind: type[_T]) -> _T | None:
             return None
         try:
             return msgspec.json.decode(file.read(_FILE_BYTES_MAX), type=kind)
-        except (OSError, ValueError, RecursionError):  # no UTF-8 is no DecodeError
+        except (OSError, ValueError, RecursionError):  # invalid UTF-8 is not a DecodeError
             return None

@@ -1,7 +1,7 @@
 """Removes blocks from a folder by age or namespace, so that nothing finds them again.
 
-Their entries go from the tables and their bytes from the disk (as far as a
-filesystem can say so; an SSD may keep copies of its own). In a folder that an
+Their entries are removed from the tables and their bytes from the disk (as far as
+a filesystem can ensure it; an SSD may keep copies of its own). In a folder that an
 engine uses, the engine does it: it forgets the blocks, reports them as lost,
 and appends nothing while the tables are replaced.
 """
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from kvtier_backends.disk.offline.inspection import Folder, RegionReport
 
 LOADS_END_S_MAX: Final = 5.0
-"""Loads that have begun get so long to end, all together; mostly they take milliseconds.
+"""How long to wait for running loads, all together; usually they take milliseconds.
 
-The regions of those that take longer are left as they are and reported: an erased block
+Regions whose loads take longer are left as they are and reported: an erased block
 would be loaded as a damaged one.
 """
 
@@ -40,32 +40,32 @@ _POLL_S: Final = 0.01
 
 
 class Selection(NamedTuple):
-    """Which blocks to remove: those stored before a time, of one namespace or of all."""
+    """Selects the blocks to remove: those stored before a time, of one namespace or of all."""
 
     before_s: int  #: seconds since 1970
     namespace: bytes | None = None
-    all_of_it: bool = False  #: regions that nobody can read, too
+    all_of_it: bool = False  #: unreadable regions, too
 
     def selects(self, report: RegionReport, entry: Entry) -> bool:
-        """Tell whether an entry of a region is to go."""
+        """Return whether an entry of a region is to be removed."""
         namespace = b"" if report.header is None else report.header.namespace
         return self.covers(namespace) and entry.stored_s < self.before_s
 
     def covers(self, namespace: bytes) -> bool:
-        """Tell whether blocks of this namespace are meant."""
+        """Return whether blocks of this namespace are selected."""
         return self.namespace in (None, namespace)
 
 
 @dataclass
 class Purged:
-    """What was, or would be, removed."""
+    """The blocks that were, or would be, removed."""
 
     kinds: dict[Kind, Distinct] = field(default_factory=dict)
     regions_failed: int = 0  #: that could not be read or changed, or were being read
     is_complete: bool = True
 
     def add(self, report: RegionReport, gone: list[Entry]) -> None:
-        """Count what went from a region."""
+        """Count the entries removed from a region."""
         if report.header is not None and gone:
             keys = self.kinds.setdefault(kind_of(report.header), Distinct())
             keys.add(entry.key for entry in gone)
@@ -74,16 +74,16 @@ class Purged:
 def purge_region(
     folder: Folder, number: int, selection: Selection, purged: Purged, *, dry: bool
 ) -> None:
-    """Remove what is selected from one region. Raises ``OSError`` for missing rights only."""
+    """Remove the selected blocks from one region. Raises ``OSError`` for missing rights only."""
     try:
         report = folder.inspect(number)
         if not report.is_sound and not selection.all_of_it:
-            return  # nothing in it is found, and nobody knows what it was
+            return  # no block in it is found, and its contents are unknown
         entries = report.entries.values()
         if dry:
             purged.add(report, [entry for entry in entries if selection.selects(report, entry)])
             return
-        # Also where nothing is to go: slots without an entry may hold blocks of the time before.
+        # Even if nothing is selected: slots without an entry may hold blocks of the time before.
         gone = scrub_region(
             folder.files, report, lambda entry: not selection.selects(report, entry)
         )
@@ -102,7 +102,7 @@ def purge_folder(
     *,
     dry: bool,
 ) -> Purged:
-    """Remove what is selected from a claimed folder; if ``dry``, count only.
+    """Remove the selected blocks from a claimed folder; if ``dry``, count only.
 
     Raises ``OSError`` for missing rights. Ctrl-C leaves the rest as it is.
     """
@@ -119,17 +119,17 @@ def purge_folder(
 async def purge_log(
     log: BlockLog, regions: int, folder: Folder, selection: Selection, threads: DaemonThreads
 ) -> Purged:
-    """Remove what is selected while the engine is at work. Stores wait meanwhile.
+    """Remove the selected blocks while the engine runs. Stores wait meanwhile.
 
     ``regions`` is how many the log has. Raises ``StoreFault`` if it does not
-    come to rest, and ``OSError``.
+    become idle, and ``OSError``.
     """
     purged = Purged()
     for _ in range(ROUNDS_MAX):
         purged.regions_failed = 0
         async with _appending_nothing(log, regions):
             await _forget(log, selection)
-            # No load of what is forgotten begins any more.
+            # From here on, no load of a forgotten block begins.
             marks = [log.regions.begin_grace_period(region) for region in range(regions)]
             is_whole = True
             end = asyncio.get_running_loop().time() + LOADS_END_S_MAX
@@ -147,12 +147,12 @@ async def purge_log(
             await threads.run(folder.files.close)
             if is_whole and not log.regions.count_in(RegionState.RECLAIMING):
                 return purged
-        # What went may have been read before, to be reinserted now: it must go there, too.
+        # Removed blocks may have been read before, to be reinserted now: remove those, too.
     raise StoreFault("the tier is emptying regions all the time. Try again when it stores less")
 
 
 async def _loads_ended(log: BlockLog, region: int, mark: int, end: float) -> bool:
-    """Wait until a region's grace period is over. False: loads that had begun go on."""
+    """Wait until a region's grace period is over. Return False if its earlier loads go on."""
     while not log.regions.is_grace_period_over(region, mark):
         # A reclaim reads its region until it may append, which waits for the purge.
         is_reclaimed = log.regions.state(region) is RegionState.RECLAIMING
@@ -164,11 +164,11 @@ async def _loads_ended(log: BlockLog, region: int, mark: int, end: float) -> boo
 
 @asynccontextmanager
 async def _appending_nothing(log: BlockLog, regions: int) -> AsyncIterator[None]:
-    """Seal all that takes blocks, wait for its writers, and let no other be opened meanwhile."""
+    """Seal all regions that take blocks, wait for their writers, and keep others from opening."""
     loop = asyncio.get_running_loop()
     end = loop.time() + QUIET_WAIT_S_MAX
     while loop.time() < end:
-        # Whoever wants slots waits for this lock.
+        # Every allocation of slots waits for this lock.
         async with log.opening:
             while log.regions.room:  # the open region, then the one that was next
                 log.regions.fill()
@@ -184,7 +184,7 @@ async def _appending_nothing(log: BlockLog, regions: int) -> AsyncIterator[None]
 
 
 async def _forget(log: BlockLog, selection: Selection) -> None:
-    """Forget what is selected, and tell. All that the index has is of one namespace."""
+    """Forget the selected blocks, and report them. The whole index is of one namespace."""
     if selection.covers(log.namespace):
         for region in log.regions.oldest_first():
             log.lose(log.index.stored_before(region, selection.before_s), "blocks_purged")

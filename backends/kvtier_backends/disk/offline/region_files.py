@@ -1,6 +1,6 @@
-"""Reads and changes the segment files of a folder from outside the log: for people's tools.
+"""Reads and changes the segment files of a folder from outside the log, for command-line tools.
 
-One region after the other, in the order of their numbers: only one file is open
+Regions are accessed in the order of their numbers, so only one file is open
 at a time. The engine itself moves blocks by ``device.py``.
 """
 
@@ -23,7 +23,7 @@ _ZEROS_BYTES: Final = 1 << 20
 class RegionFiles:
     """The regions in a folder's segment files. One thread at a time.
 
-    All methods block, and raise ``OSError`` for what the medium or its rights refuse.
+    All methods block, and raise ``OSError`` if the medium or its rights refuse a call.
     """
 
     def __init__(self, segments: Segments, *, writable: bool) -> None:
@@ -54,7 +54,7 @@ class RegionFiles:
                 os.close(opened[1])
 
     def numbers(self) -> list[int]:
-        """Return the regions that the files have bytes of, whole or not."""
+        """Return the regions that have bytes in the files, whole or not."""
         segments = self._segments
         found: list[int] = []
         for segment in segment_numbers(segments.folder):
@@ -73,7 +73,7 @@ class RegionFiles:
         return sum(512 * os.lstat(self._path(n)).st_blocks for n in segment_numbers(folder))
 
     def read(self, region: int, at: int, size: int) -> bytes:
-        """Return so many bytes of a region; fewer if the file ends before."""
+        """Return this many bytes of a region; fewer if the file ends earlier."""
         parts = []
         try:
             descriptor, start = self._place(region)
@@ -86,7 +86,7 @@ class RegionFiles:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def forget_cached(self, region: int) -> None:
-        """Ask the kernel to drop what it has cached of a region: to leave room, to read anew."""
+        """Have the kernel drop its cache of a region: to free memory, or to read again."""
         try:
             descriptor, start = self._place(region)
         except FileNotFoundError:
@@ -103,9 +103,9 @@ class RegionFiles:
             data = data[count:]
 
     def erase(self, region: int, at: int, size: int) -> None:
-        """Make zeros of a part of a region that lies within its file, and free its disk space.
+        """Zero these bytes of a region as far as its file has them, and free their disk space.
 
-        Where the filesystem can't, zeros are written.
+        If the filesystem can't, zeros are written.
         """
         descriptor, start = self._place(region)
         size = min(size, max(0, os.fstat(descriptor).st_size - start - at))
@@ -119,7 +119,7 @@ class RegionFiles:
             self.write(region, at + done, bytes(min(_ZEROS_BYTES, size - done)))
 
     def cut(self, region: int) -> None:
-        """Let the region's file end before it."""
+        """Truncate the region's file where the region starts."""
         descriptor, start = self._place(region)
         os.ftruncate(descriptor, start)
 

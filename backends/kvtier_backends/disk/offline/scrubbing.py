@@ -1,8 +1,8 @@
-"""Takes blocks out of a region for good: out of its table, and off the disk.
+"""Removes blocks from a region permanently: from its table, and from the disk.
 
-Table pages are replaced one by one, in place. What is cut short by a crash is a
+Table pages are replaced one by one, in place. A crash meanwhile leaves a
 page that fails its check, or an entry without its block: a loss, never wrong bytes.
-Whoever calls sees to it that nobody appends to the region meanwhile.
+The caller ensures that nothing is appended to the region meanwhile.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _BLANK = bytes(PAGE_BYTES)
 def scrub_region(
     files: RegionFiles, report: RegionReport, keep: Callable[[Entry], bool]
 ) -> list[Entry]:
-    """Erase everything in a region but the blocks that ``keep`` says yes to.
+    """Erase everything in a region except the blocks that ``keep`` accepts.
 
-    Returns the entries that went. Raises ``OSError``.
+    Returns the removed entries. Raises ``OSError``.
     """
     entries = report.entries.values() if report.is_sound else ()
     gone = [entry for entry in entries if not keep(entry)]
@@ -39,7 +39,7 @@ def scrub_region(
             files.write(report.number, (1 + page.place) * PAGE_BYTES, replaced)
     for first, count in _gaps(stay, report.header.slots):
         files.erase(report.number, report.geometry.slot_at(first), count * report.geometry.stride)
-    # Behind the last slot may be what blocks of another size have left.
+    # Blocks of another size may have left bytes behind the last slot.
     end = report.geometry.slot_at(report.header.slots)
     files.erase(report.number, end, files.region_bytes - end)
     return gone
