@@ -85,7 +85,7 @@ def test_a_single_outlier_moves_it_little(outlier: float) -> None:
 def test_it_is_never_negative(jobs: list[tuple[int, float, bool]]) -> None:
     estimate = TransferEstimate()
     for number, (blocks, took_s, ends) in enumerate(jobs):
-        (estimate.took if ends else estimate.given_up)(blocks, took_s, float(number))
+        (estimate.observe if ends else estimate.given_up)(blocks, took_s, float(number))
         assert estimate.latency_s >= 0
         assert estimate.block_s >= 0
         assert seconds(estimate, 1) > 0
