@@ -1,4 +1,4 @@
-"""What can go wrong, sorted by whose fault it is.
+"""Defines kvtier's exceptions, sorted by whose fault they are.
 
 ``Misuse`` is the caller's, ``StoreFault`` the medium's, ``InternalError`` ours.
 A miss is none of them: it is a value.
@@ -18,14 +18,14 @@ class Misuse(KVTierError):
 class ConfigError(Misuse, ValueError):
     """Raised at start for a bad setting. The text names key, value and remedy."""
 
-    key: str | None = None  #: the key at fault, where one is
-    misspelt: str | None = None  #: an unknown key that was meant to be it, where it is missing
+    key: str | None = None  #: the key at fault, if any
+    misspelt: str | None = None  #: an unknown key that was meant to be it, if it is missing
 
 
 class StorageUnusable(ConfigError):
-    """Raised at start when what a setting names can't be used now: it hangs, fails, or isn't there.
+    """Raised at start when storage that a setting names is unusable: it hangs, fails or is missing.
 
-    The setting may be right. Mend the storage, or have the engine start without it.
+    The setting may be right. Fix the storage, or let the engine start without it.
     """
 
 

@@ -1,4 +1,4 @@
-"""Puts a runtime together: actors, cells, backends, and the facade in front."""
+"""Assembles a runtime: actors, cells, backends, and the facade in front."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def open_runtime(
     True. ``namespace`` names everything that changes the bytes of a block.
     ``collect_events``: fill ``take_events()``, which must then be drained.
     ``engine``: for backends that are part of it (``BackendContext.engine``).
-    ``clock``: the engine's seconds; tiers have those of ``time.monotonic``.
+    ``clock``: the engine's clock; tiers use ``time.monotonic``.
     Raises ``ConfigError`` before any tier is served, and waits for each tier's
     storage for ``start_timeout_s`` at most; a tier whose backend fails later is
     disabled, and the runtime goes on without it.
@@ -79,7 +79,7 @@ def open_runtime(
         collect_events=collect_events,
     )
     for link, tier in zip(built.links, tiers, strict=True):
-        if tier.traits is not None:  # else told when the tier can be used
+        if tier.traits is not None:  # else reported once the tier can be used
             link.set_traits(tier.traits)
     for tier in tiers:
         tier.start()
@@ -106,8 +106,8 @@ def open_staged_tier(
 ) -> StagedFacade:
     """Start one tier behind another program's primary tier, and return its facade.
 
-    ``slots``: the program's, which no storage ever gets to see; released when the facade is
-    closed. ``staging``: as many slots as ``config`` says, between those and the tier.
+    ``slots``: the program's, which no storage ever accesses; released when the facade is
+    closed. ``staging``: as many slots as ``config`` has, between those and the tier.
     ``engine``: for backends that are part of it (``BackendContext.engine``). Raises
     ``ConfigError`` as ``open_runtime`` does.
     """
@@ -137,7 +137,7 @@ def open_staged_tier(
         copier=copier,
         collect_events=collect_events,
     )
-    if tier.traits is not None:  # else told when the tier can be used
+    if tier.traits is not None:  # else reported once the tier can be used
         built.link.set_traits(tier.traits)
     tier.start()
     return StagedFacade(
@@ -159,10 +159,10 @@ def wait_for_servers(
 ) -> list[str]:
     """Wait for tiers that connect to a server, for ``startup_connect_timeout_s`` at most.
 
-    Without, the first requests would find nothing there, and what they compute would not be
-    stored: to connect takes longer than an engine that is ready takes to be asked. Returns
-    the names of the tiers that are still connecting. ``statistics``: takes in what tiers report.
-    ``also_open``: wait, too, for backends that have yet to open, as those of processes.
+    Otherwise the first requests would find nothing there, and the blocks they compute would not be
+    stored: connecting takes longer than a ready engine waits for its first request. Returns
+    the names of the tiers that are still connecting. ``statistics``: also receives tiers' reports.
+    ``also_open``: also wait for backends that have yet to open, such as those in processes.
     """
     began_s = time.monotonic()
     while True:
@@ -193,8 +193,8 @@ def build_staged_tier(
 ) -> StagedEngine:
     """Wire up the engine's end of a staged tier.
 
-    ``mailboxes``: of the staged tier and of its link, for what the tier says, and for what
-    the copier says.
+    ``mailboxes``: of the staged tier, of its link, for messages from the tier, and for messages
+    from the copier.
     """
     to_staged, to_link, from_tier, from_copier = mailboxes
     staged = StagedTier(
@@ -239,7 +239,7 @@ def build_engine(
 ) -> Engine:
     """Wire up an engine cell.
 
-    ``tiers``: for each, the inbox for what it says, and where messages for it go.
+    ``tiers``: for each, the inbox for its messages, and the mailbox for messages to it.
     ``admissions``: the policies of those that don't take every block, by number.
     """
     ends = list(tiers)
@@ -289,7 +289,7 @@ def _add_link(
     *,
     collects: bool,
 ) -> TierLink:
-    """Add the link of a tier. ``mailboxes``: from within the cell, and for what the tier says."""
+    """Add a tier's link. ``mailboxes``: for messages from the cell, and from the tier."""
     link = TierLink(
         number,
         config,
@@ -298,13 +298,13 @@ def _add_link(
         log=cell.log,
         collect_events=collects,
     )
-    # Without its link nothing can be done with a tier.
+    # A tier is unusable without its link.
     cell.add(link, *mailboxes, last_words=(primary, m.LinkFailed(tier=number)))
     return link
 
 
 def make_admissions(config: RuntimeConfig) -> dict[int, AdmissionPolicy]:
-    """Make a policy for each tier that isn't to have every block."""
+    """Make a policy for each tier that should not get every block."""
     context = AdmissionContext(block_bytes=config.block_bytes, slot_count=config.slot_count)
     return {
         number: make_admission(tier, context)
@@ -349,7 +349,7 @@ def _make_tiers(
 
 
 def _check_place(tier: TierHost, owner_of: dict[str, str]) -> None:
-    """Refuse a place that another tier uses; else note whose it is."""
+    """Refuse a place that another tier uses; else record its owner."""
     if tier.place is not None and owner_of.setdefault(tier.place, tier.name) != tier.name:
         raise ConfigError(
             f"secondary tiers {owner_of[tier.place]} and {tier.name} both use {tier.place!r}. "

@@ -1,7 +1,7 @@
-"""What a tier that evicts is told of the use of its blocks.
+"""Notifies a tier that evicts of the use of its blocks.
 
-It is collected, and sent before the next store, which may evict; else with a tick now and then:
-sent with each, it would cost most steps a system call, some 15 us.
+Notices are collected, and sent before the next store, which may evict; otherwise with a tick now
+and then: sent with each tick, they would cost most steps a system call, some 15 us.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Mailbox
 
 SEND_S: Final = 0.1
-"""Between two ticks that send what was used."""
+"""Minimum time between two ticks that send notices of use."""
 
 
 class AccessRelay:
-    """Part of a tier's link."""
+    """Collects notices of use. Part of a tier's link."""
 
     def __init__(self, tier: Mailbox) -> None:
         self._tier = tier
         self._unsent: list[m.TouchKeys | m.RequestEnded] = []
-        self._told_time = 0.0  # that the tier's policy was told last
-        self._next_s = -math.inf  # no tick sends anything before
+        self._told_time = 0.0  # the last time sent to the tier's policy
+        self._next_s = -math.inf  # no tick sends anything before this
 
     def add(self, use: m.TouchKeys | m.RequestEnded) -> None:
-        """Keep it until it is sent."""
+        """Collect a notice until it is sent."""
         self._unsent.append(use)
 
     def tick(self, now: float) -> None:
-        """Send what there is, unless some was sent lately."""
+        """Send the collected notices, unless some were sent recently."""
         if now >= self._next_s:
             self.send(now)
 
     def send(self, now: float) -> None:
-        """Send what there is. Dropped if the mailbox is full: the tier then evicts worse."""
+        """Send the notices. They are dropped if the mailbox is full: the tier then evicts worse."""
         if not self._unsent:
             return
         self._next_s = now + SEND_S

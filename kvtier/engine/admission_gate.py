@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class AdmissionGate(Actor):
-    """Lets through what the policy of tier number ``tier`` admits."""
+    """Passes on the blocks that the policy of tier number ``tier`` admits."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class AdmissionGate(Actor):
         self._ask(self._policy.pass_time, message.now)
 
     def _admit(self, message: m.Cascade) -> list[bool]:
-        """Return one answer a key, whatever the policy does."""
+        """Return one decision for each key, whatever the policy does."""
         admitted = self._ask(self._policy.admit, message.keys, message.request)
         if admitted is not None and len(admitted) != len(message.keys):
             wrong = f"{len(admitted)} answers for {len(message.keys)} keys"
@@ -100,7 +100,7 @@ class AdmissionGate(Actor):
         return [True] * len(message.keys) if admitted is None else admitted
 
     def _ask(self, call: Callable[..., T], *what: object) -> T | None:
-        """Return what the policy says; None from its first exception on."""
+        """Return the policy's result; None from its first exception on."""
         if not self._broke:
             try:
                 return call(*what)
@@ -109,7 +109,7 @@ class AdmissionGate(Actor):
         return None
 
     def _note_broken(self, error: Exception) -> None:
-        """Admit everything from now on: to lose the policy must not be to lose blocks."""
+        """Admit everything from now on: losing the policy must not lose blocks."""
         self._broke = True
         self.log.post(
             m.Notice(event="admission policy broke", tier=self._tier_name, detail=repr(error))

@@ -1,7 +1,7 @@
-"""What each of the engine's actors keeps, as frozen, plain data: what their ``audit()`` returns.
+"""Defines the state of the engine's actors as frozen, plain data: the results of ``audit()``.
 
-For tests and for diagnosis: the model checker's invariants are about these. Taking one costs
-time in proportion to what the actor keeps, so nothing at work does.
+For tests and diagnosis: the model checker's invariants are about these. Taking one costs time in
+proportion to the actor's state, so nothing in normal operation does.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrimaryAudit:
-    """The primary tier."""
+    """State of the primary tier."""
 
     slots: SlotAudit
     promotions: PromotionAudit
     directory: DirectoryAudit
     looked_up: Mapping[RequestId, LookedUp]
     parked: frozenset[Key]  #: to be cascaded once they are READY
-    holes: Mapping[int, frozenset[Key]]  #: of each tier: deferred, or lost
-    deferred: Mapping[int, Mapping[Key, DeferredBlock]]  #: of each tier
-    makes_room: bool  #: whether something waits for slots that are being made free
-    excluded: frozenset[Key]  #: not to be evicted for the last call that needed victims
+    holes: Mapping[int, frozenset[Key]]  #: by tier: deferred or lost blocks
+    deferred: Mapping[int, Mapping[Key, DeferredBlock]]  #: by tier
+    makes_room: bool  #: whether a message waits for slots that are being freed
+    excluded: frozenset[Key]  #: must stay during the last call that needed victims
 
 
 @dataclass(frozen=True)
 class JobAudit:
-    """A job in flight."""
+    """State of a job in flight."""
 
     is_load: bool
     abandoned: bool
     counts_for_its_tier: bool
     slots: tuple[int, ...]
-    waits_until: float  #: at the latest; later nobody waits for it
+    waits_until: float  #: its request waits no longer than this
 
 
 @dataclass(frozen=True)
 class LinkAudit:
-    """A tier's link."""
+    """State of a tier's link."""
 
     breakers: Mapping[Work, BreakerState]
     connection: Connection
     since: int
     jobs: Mapping[int, JobAudit]
     probes: frozenset[int]
-    watched: Mapping[Work, frozenset[int]]  #: that would be noticed to be late
+    watched: Mapping[Work, frozenset[int]]  #: watched for lateness
     waiting_loads: tuple[int, ...]  #: slots of promotions that are not sent yet
     waiting_stores: tuple[int, ...]
     cascade_slots: int
     abandoned_slots: int
-    load_blocks: int  #: outstanding at the tier, as estimates of loads have it
-    untold: int  #: messages of its contents that wait for a step
+    load_blocks: int  #: outstanding at the tier, as load estimates count them
+    untold: int  #: reports of its contents that wait for a step
     now: float
 
     @property

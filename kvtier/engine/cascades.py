@@ -1,13 +1,13 @@
-"""Which blocks of the primary tier go on to which tiers.
+"""Decides which blocks of the primary tier are cascaded to which tiers.
 
 A block that the GPU stored is cascaded to every tier that is written to, unless
 the tier's admission policy (``kvtier/policies/admission/``) refuses it. A tier that wants whole
-requests (vLLM's request-level policy) is also given what was here already;
-what is still being filled is parked and follows once it is READY. Some blocks are kept: no tier
-is ever given them.
+requests (vLLM's request-level policy) is also given the blocks that were here already;
+those still being filled are parked and follow once they are READY. Kept blocks are never given to
+a tier.
 
-What a tier could not take is offered to it again; what would come behind a hole
-in its prefix is not sent (``kvtier/engine/missing_prefixes.py``).
+Blocks that a tier could not take are offered to it again; blocks behind a hole
+in its prefix are not sent (``kvtier/engine/missing_prefixes.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Cascades:
-    """Decides, pins the slots and sends them off; the primary tier hears of their end."""
+    """Picks blocks, pins their slots and sends them; the primary tier is notified of their end."""
 
     def __init__(
         self,
@@ -41,27 +41,27 @@ class Cascades:
         prefixes: RunningPrefixes,
         directory: TierDirectory,
     ) -> None:
-        """``gates``: of each tier its admission gate, else its link."""
+        """``gates``: each tier's admission gate, or its link if it has none."""
         written = {number: tier for number, tier in enumerate(tiers) if not tier.read_only}
-        self.all_tiers: TierSet = (1 << len(tiers)) - 1  #: that are not cut off
+        self.all_tiers: TierSet = (1 << len(tiers)) - 1  #: those not cut off
         self.takers: TierSet = sum(1 << number for number in written)  #: those written to
         self._whole_requests: TierSet = sum(
             1 << number for number, tier in written.items() if tier.request_level
         )
         self._tier_count = len(tiers)
         self._slots = slots
-        self.parked: dict[Key, TierSet] = {}  #: not READY yet; where to, once they are
+        self.parked: dict[Key, TierSet] = {}  #: not READY yet; the tiers they then go to
         self._gates = gates
-        self._kept: set[Key] = set()  # in host memory; for no tier
+        self._kept: set[Key] = set()  # in host memory; never sent to a tier
         self._prefixes = prefixes
-        self._are_chains = True  # a block is of use only with all before it in its request
+        self._are_chains = True  # a block is useful only with all before it in its request
         self.holes = {  #: of the tiers that may have some
             number: MissingPrefixes(slots.count, partial(directory.knows, tier=number))
             for number in written
         }
 
     def send(self, batches: Mapping[int, Batch], request: RequestId, epoch: int) -> None:
-        """Send blocks off, pinned once for each tier that is to store them.
+        """Send blocks, pinned once for each tier that is to store them.
 
         Those behind a hole of a tier are deferred.
         """
@@ -73,7 +73,7 @@ class Cascades:
                 self._gates[tier].post(m.Cascade(request, tuple(keys), tuple(slots), epoch))
 
     def keep(self, keys: Iterable[Key]) -> None:
-        """Note that these blocks are for no tier, for as long as they are in host memory."""
+        """Never send these blocks to a tier while they are in host memory."""
         self._kept.update(keys)
 
     def _without_kept(self, batch: Batch) -> Batch:
@@ -82,11 +82,11 @@ class Cascades:
 
     def _in_front_of_holes(self, tier: int, batch: Batch, request: RequestId) -> Batch:
         holes = self.holes.get(tier)
-        if not holes:  # as it mostly is
+        if not holes:  # the usual case
             return batch
         kept: Batch = ([], [])
         rows = list(zip(*batch, self._before(request, batch[0]), strict=True))
-        if self._are_chains:  # a hole that is filled now is none for what follows on it
+        if self._are_chains:  # a hole that is filled now does not stop the blocks behind it
             rows = self._prefixes.from_head_to_tail(request, rows)
         for key, slot, before in rows:
             if holes.includes(before):
@@ -98,14 +98,14 @@ class Cascades:
         return kept
 
     def defer(self, message: m.CascadeDeferred) -> None:
-        """Have blocks wait until the tier has room for them."""
+        """Defer blocks until the tier has room for them."""
         keys, holes = message.keys, self.holes.get(message.tier)
         if holes is not None:
             for key, before in zip(keys, self._before(message.request, keys), strict=True):
                 holes.defer(key, DeferredBlock(message.request, before, is_admitted=True))
 
     def send_deferred(self, message: m.StoresWanted, epoch: int) -> tuple[list[Key], int]:
-        """Send off what the tier has room for now; return that, and how many turned out lost."""
+        """Send deferred blocks the tier has room for; return their keys, and the number lost."""
         holes = self.holes.get(message.tier)
         if holes is None:
             return [], 0
@@ -128,11 +128,11 @@ class Cascades:
         return [None] * len(keys)
 
     def note_windows(self) -> None:
-        """Note that a block may be of use without those before it: nothing is behind a hole."""
+        """Note that a block may be useful without those before it: nothing is behind a hole."""
         self._are_chains = False
 
     def lose(self, keys: Sequence[Key]) -> None:
-        """Note that these blocks are here for no tier."""
+        """Note that no tier will get these blocks from here."""
         for holes in self.holes.values():
             holes.lose(keys)
 
@@ -145,7 +145,7 @@ class Cascades:
                 holes.leave(keys)
 
     def deferred_of(self, request: RequestId) -> int:
-        """Return how many blocks of a request wait for a tier, which has none behind them."""
+        """Return the most blocks of a request that wait for a tier, which has none behind them."""
         if not self._are_chains:
             return 0
         return max((holes.deferred_of(request) for holes in self.holes.values()), default=0)
@@ -155,7 +155,7 @@ class Cascades:
         return slot is not None and self._slots.is_ready(slot)
 
     def of_ready(self, keys: Sequence[Key], slots: Sequence[int], to: TierSet) -> dict[int, Batch]:
-        """Return what to send to each tier of blocks just READY: to ``to``, and where parked."""
+        """Return each tier's batch of blocks just READY: all if in ``to``, else those parked."""
         if not self.parked:
             whole = (list(keys), list(slots))
             return {n: whole for n in range(self._tier_count) if to & self.takers & 1 << n}
@@ -170,7 +170,7 @@ class Cascades:
         return batches
 
     def of_offered(self, keys: Iterable[Key]) -> dict[int, Batch]:
-        """Return what to send to tiers that want whole requests of what is here already."""
+        """Return the blocks already here, as a batch for each tier that wants whole requests."""
         if not self._whole_requests:
             return {}
         ready: Batch = ([], [])
@@ -188,7 +188,7 @@ class Cascades:
         return {n: ready for n in range(self._tier_count) if self._whole_requests >> n & 1}
 
     def of_wanted(self, tier: int, keys: Iterable[Key]) -> dict[int, Batch]:
-        """Return what to send to a tier that wants ``keys`` now: those that are READY."""
+        """Return the batch for a tier that wants ``keys`` now: those that are READY."""
         ready: Batch = ([], [])
         for key in keys:
             if self._is_ready(key):
@@ -197,23 +197,23 @@ class Cascades:
         return {tier: ready} if ready[0] and self.takers >> tier & 1 else {}
 
     def forget(self, key: Key) -> None:
-        """Note that the key's fill came to nothing."""
+        """Note that the key's fill did not complete."""
         self.parked.pop(key, None)
 
     def leave_to_requests(self, tier: int) -> None:
-        """Offer the tier nothing of every request: it is request-scoped."""
+        """Stop offering every request's blocks to the tier: it is request-scoped."""
         self._whole_requests &= ~(1 << tier)
-        self.holes.pop(tier, None)  # what one request brings is of use to that one
+        self.holes.pop(tier, None)  # a request's blocks are useful to that request only
 
     def cut_off(self, tier: int) -> None:
-        """Send nothing to the tier any more."""
+        """Stop sending to the tier."""
         self.all_tiers &= ~(1 << tier)
         self.takers &= ~(1 << tier)
         self._whole_requests &= self.takers
         self.holes.pop(tier, None)
 
     def reset(self) -> None:
-        """Forget what is parked, kept or deferred."""
+        """Forget the parked, kept and deferred blocks."""
         self.parked.clear()
         self._kept.clear()
         for holes in self.holes.values():

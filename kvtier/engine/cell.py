@@ -1,4 +1,4 @@
-"""Cells: who runs a set of actors, and when.
+"""Defines the engine cell, which runs a set of actors.
 
 The engine cell runs its actors inline, on whatever thread calls the facade,
 message by message until none is left. A tier cell (``kvtier/tier/cell.py``)
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from kvtier.engine.link_time import LinkTime
 
 NO_REPLY: Final = object()
-"""What ``ask`` returns when the actor had nothing to reply, or broke before it did."""
+"""Returned by ``ask`` if the actor had nothing to reply, or broke before it did."""
 
 
 class OwnedMailbox(Mailbox, Protocol):
-    """A mailbox that is there before its actor."""
+    """A mailbox that is created before its actor."""
 
     def belong_to(self, actor: Actor) -> None:
-        """Have the messages delivered to ``actor``. Once, before the first one is posted."""
+        """Bind the mailbox to ``actor``. Call it once, before the first message is posted."""
 
 
 class _InlineMailbox:
@@ -45,11 +45,11 @@ class _InlineMailbox:
         self._actor: Actor
 
     def belong_to(self, actor: Actor) -> None:
-        """Have the messages delivered to ``actor``. Once, before the first one is posted."""
+        """Bind the mailbox to ``actor``. Call it once, before the first message is posted."""
         self._actor = actor
 
     def post(self, message: Message) -> bool:
-        """Take the message. Never full: the cell is run until nothing is left."""
+        """Queue the message. Never full: the cell is run until nothing is left."""
         self._ready.append((self._actor, message))
         return True
 
@@ -68,7 +68,7 @@ class _LogMailbox:
 class EngineCell:
     """Runs actors inline. One thread at a time; only ``inbox`` mailboxes take any thread.
 
-    Mailboxes come first, then the actors that write to them, then ``add`` says whose each is.
+    Create mailboxes first, then the actors that write to them; then bind each with ``add``.
     """
 
     def __init__(self) -> None:
@@ -97,9 +97,9 @@ class EngineCell:
         *mailboxes: OwnedMailbox,
         last_words: tuple[Mailbox, Message] | None = None,
     ) -> None:
-        """Deliver what comes to these mailboxes to ``actor``.
+        """Deliver the messages of these mailboxes to ``actor``.
 
-        ``last_words``: what to post, and where, if the actor breaks.
+        ``last_words``: a mailbox, and the message to post there if the actor breaks.
         """
         for mailbox in mailboxes:
             mailbox.belong_to(actor)
@@ -107,7 +107,7 @@ class EngineCell:
             self._last_words[actor] = last_words
 
     def tell_time(self, clock: Callable[[], float], times: Iterable[LinkTime]) -> None:
-        """Have links know from now on what time it is when something arrives."""
+        """From now on, update the links' time whenever something arrives."""
         self._clock, self._times = clock, tuple(times)
 
     def _pass_time(self) -> None:
@@ -117,11 +117,11 @@ class EngineCell:
                 time.pass_to(now)
 
     def ask(self, actor: Actor, message: Message) -> object:
-        """Deliver what has arrived, then ``message``, run to quiescence, return the reply."""
+        """Deliver arrived messages, then ``message``, run to quiescence, return the reply."""
         if self._arrived:
             self.run()
         self.activity += 1
-        # Nothing waits now, so the message is the next one: no need to queue it first.
+        # Nothing is queued now, so the message is next: no need to queue it.
         try:
             actor.handlers[type(message)](message)
         except Exception:  # noqa: BLE001 - a bug in an actor must not reach the engine
@@ -133,11 +133,11 @@ class EngineCell:
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether other threads have sent something that is not delivered yet."""
+        """Whether other threads have sent messages that are not delivered yet."""
         return bool(self._arrived)
 
     def run(self) -> None:
-        """Deliver what other threads have sent so far, and all that follows from it."""
+        """Deliver messages that other threads have sent so far, and all that follow from them."""
         if self._arrived:
             self._pass_time()
         self.activity += len(self._arrived)
@@ -150,7 +150,7 @@ class EngineCell:
         while ready:
             actor, message = ready.popleft()
             try:
-                # What ``actor.receive`` does, without its call: this runs for each lookup.
+                # ``actor.receive``, inlined: this runs for each lookup.
                 actor.handlers[type(message)](message)
             except Exception:  # noqa: BLE001 - as above
                 self._fault(actor, message)
@@ -158,8 +158,8 @@ class EngineCell:
     def _fault(self, actor: Actor, message: Message) -> None:
         """Take down one actor's work, never the engine.
 
-        Its state can't be trusted any more, so it gets no more messages. With
-        the primary tier gone, the facade answers that nothing is here.
+        Its state can't be trusted any more, so it gets no more messages. If the
+        primary tier is gone, the facade reports every block as absent.
         """
         self.faults += 1
         actor.stop()
@@ -170,7 +170,7 @@ class EngineCell:
 
 
 class ClosedCell(EngineCell):
-    """Stands where the engine cell was once the runtime is closed: every use is refused."""
+    """Replaces the engine cell once the runtime is closed: every use is refused."""
 
     def ask(self, actor: Actor, message: Message) -> object:  # noqa: ARG002 - as the open one
         """Refuse."""

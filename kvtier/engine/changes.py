@@ -1,10 +1,10 @@
-"""Tells an outlier from a change, for estimates that are learnt while things change.
+"""Distinguishes outliers from changes, for estimates that are learnt while conditions change.
 
-An observation that is far from what was expected is one of two things. An outlier
+An observation far from the expected value is one of two things. An outlier
 must move the estimate little: it is bounded to ``FACTOR_MAX`` times the expectation. A
-change must be followed at once: ``OBSERVATIONS`` of them in a row, all on the same side and
-far off, are one, and then all that was learnt before is worth nothing. Where hardly
-anything was learnt lately, one of them is enough.
+change must be followed at once: ``OBSERVATIONS`` far-off observations in a row, all on the same
+side, are a change, and then all that was learnt before is worthless. If hardly
+anything was learnt recently, one of them is enough.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Final
 
 FAR: Final = 2.0
-"""A factor between what was expected and what was seen, either way."""
+"""Far off: more than this factor between the expected and the seen value, either way."""
 
 FACTOR_MAX: Final = 4.0
-"""How far off an outlier counts as at most, either way."""
+"""The factor that an outlier counts as being off at most, either way."""
 
 OBSERVATIONS: Final = 3
 
@@ -24,7 +24,7 @@ SUPPORT_MIN: Final = 1.0
 
 
 class ChangeDetector:
-    """Looks at one kind of observation. Holds those in a row that may be a change."""
+    """Watches one kind of observation. Holds the latest in a row that may be a change."""
 
     def __init__(self) -> None:
         self._suspects: list[tuple[tuple[float, ...], float]] = []
@@ -33,9 +33,9 @@ class ChangeDetector:
     def changed(
         self, at: tuple[float, ...], seen: float, expected: float, support: float
     ) -> list[tuple[tuple[float, ...], float]]:
-        """Return the observations to begin anew with if this shows a change, else nothing.
+        """Return the observations to restart from if this one shows a change, else nothing.
 
-        ``at``: where it was made; ``support``: how much weight is behind the expectation.
+        ``at``: where it was made; ``support``: the weight behind the expectation.
         """
         is_above = seen > expected
         if 1 / FAR <= seen / expected <= FAR:
@@ -52,5 +52,5 @@ class ChangeDetector:
 
 
 def bounded(seen: float, expected: float) -> float:
-    """Return what an outlier counts as."""
+    """Return the observation, bounded to ``FACTOR_MAX`` times the expectation either way."""
     return min(max(seen, expected / FACTOR_MAX), expected * FACTOR_MAX)

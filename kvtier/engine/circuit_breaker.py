@@ -1,11 +1,11 @@
-"""When a tier is given work: circuit breakers, as in Nygard's *Release It!*.
+"""Decides when a tier is given work: circuit breakers, as in Nygard's *Release It!*.
 
 A tier has one for each kind of work, since one kind may go on while another fails. Legal
-moves are the rows of ``BREAKER_TABLE``; ``Breaker`` adds what is no row, the counting and the
+moves are the rows of ``BREAKER_TABLE``; ``Breaker`` adds the rest, the counting and the
 pauses: after ``failures_max`` failures in a row, or as soon as the work stalls, it opens for
 ``pause_s``. Then it is half-open: one piece of work is tried. A failure opens it again, for
-twice as long, up to ``pause_s_max``. A server that is reached again ends the pause, and a trial
-that was lost with it shows nothing: another follows. All breakers of a tier that broke are
+twice as long, up to ``pause_s_max``. Reaching the server again ends the pause. A trial that
+was lost with the server proves nothing, so another follows. All breakers of a tier that broke are
 disabled until it is restarted.
 """
 
@@ -25,12 +25,12 @@ class BreakerState(IntEnum):
 
     CLOSED = 0  #: healthy: all of it goes through
     OPEN = 1  #: sick: nothing is sent until the pause is over
-    HALF_OPEN = 2  #: one piece of work is sent, to see
+    HALF_OPEN = 2  #: one piece of work is sent as a trial
     DISABLED = 3  #: its actor or backend broke; nothing is sent until it is restarted
 
 
 class BreakerEvent(IntEnum):
-    """What moves a breaker."""
+    """An event that moves a breaker."""
 
     FAILED_TOO_OFTEN = 0
     PAUSE_OVER = 1
@@ -63,12 +63,12 @@ _FROM_WORST: Final = (
 
 
 def worst(states: Iterable[BreakerState]) -> BreakerState:
-    """Return the state that keeps most from a tier."""
+    """Return the most restrictive state."""
     return min(states, key=_FROM_WORST.index)
 
 
 class Work(IntEnum):
-    """What a tier is asked to do."""
+    """A kind of work that a tier is given."""
 
     PROBE = 0
     LOAD = 1
@@ -76,7 +76,7 @@ class Work(IntEnum):
 
 
 class Breaker:
-    """The breaker of one kind of work at one tier. Time is given, never read."""
+    """The breaker of one kind of work at one tier. Time is passed in, never read."""
 
     def __init__(self, failures_max: int, pause_s: float, pause_s_max: float) -> None:
         self.state = BreakerState.CLOSED
@@ -100,7 +100,7 @@ class Breaker:
         return is_tried or self.state is BreakerState.CLOSED
 
     def try_acquire(self) -> bool:
-        """Tell whether a piece of work may be sent now; in HALF_OPEN that is one, the trial."""
+        """Return whether a piece of work may be sent now; in HALF_OPEN it becomes the trial."""
         may = self.has_turn
         self._trial_under_way = self.state is BreakerState.HALF_OPEN
         return may
@@ -119,7 +119,7 @@ class Breaker:
             self.stalled(now)
 
     def stalled(self, now: float) -> None:
-        """Note that the tier does nothing any more, or fails too often."""
+        """Note that the tier has stalled, or fails too often."""
         if self.state is BreakerState.HALF_OPEN:
             self._pause_s = min(self._pause_s * 2, self._pause_s_max)
             self._open(BreakerEvent.FAILED, now)
@@ -136,12 +136,12 @@ class Breaker:
             self._try(BreakerEvent.PAUSE_OVER)
 
     def reconnected(self) -> None:
-        """Begin a trial at once: what failed was the server, and it is back."""
+        """Begin a trial at once: the server had failed, and is back."""
         if self.state is BreakerState.OPEN:
             self._try(BreakerEvent.RECONNECTED)
 
     def broke(self) -> None:
-        """Send nothing any more, unless the tier is restarted."""
+        """Send nothing until the tier is restarted."""
         if self.state is not BreakerState.DISABLED:
             self._move(BreakerEvent.BROKE)
 

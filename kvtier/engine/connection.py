@@ -1,12 +1,12 @@
-"""What a tier's link knows of the connection between its backend and a server.
+"""Tracks the connection between a tier's backend and its server, for the tier's link.
 
-A backend that needs a server reports how it stands with it. While it has none, the link
-gives the tier nothing to do: beside the circuit breaker, which learns of a sick tier by
-failures only, and one deadline after the other. A backend that reports nothing has no
+A backend that needs a server reports the state of its connection. While it has none, the link
+gives the tier nothing to do. This complements the circuit breaker, which detects a sick tier by
+failures only, one deadline after the other. A backend that reports nothing has no
 server, and counts as connected.
 
-Blocks that others may evict there are believed in for a while (``BackendTraits.presence_ttl_s``),
-and asked for again after that.
+Blocks that others may evict there are assumed present for ``BackendTraits.presence_ttl_s``,
+then looked up again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ServerConnection:
-    """The connection of one tier's backend. What a person should read of it goes to ``log``."""
+    """The connection of one tier's backend. Its notices go to ``log``."""
 
     def __init__(self, tier_name: str, log: Mailbox) -> None:
         self.state = Connection.UP
@@ -33,11 +33,11 @@ class ServerConnection:
 
     @property
     def is_up(self) -> bool:
-        """Whether the tier may be given anything."""
+        """Whether the tier may be given work."""
         return self.state is Connection.UP
 
     def change(self, state: Connection) -> bool:
-        """Take in what the backend reports; tell whether that is news."""
+        """Apply the state that the backend reports; return whether it has changed."""
         self._has_reported = True
         was, self.state = self.state, state
         if state is was:
@@ -50,12 +50,12 @@ class ServerConnection:
         return True
 
     def set_connects(self, *, connects: bool) -> None:
-        """Note whether the backend needs a server. It may have reported how it stands with it."""
+        """Note whether the backend needs a server. It may have reported its state already."""
         if connects and not self._has_reported:
             self.state = Connection.CONNECTING
 
     def restart(self) -> None:
-        """Note that the backend is gone, and that another one will follow."""
+        """Note that the backend is gone, and that another will follow."""
         self.state = Connection.UP
         self._has_reported = False
 
@@ -64,7 +64,7 @@ class ServerConnection:
 
 
 class FadingPresence:
-    """Which blocks are believed to be in a tier, for a while only."""
+    """Tracks the blocks that are assumed to be in a tier, each for a limited time."""
 
     def __init__(self, keys_max: int) -> None:
         self._keys_max = keys_max
@@ -73,20 +73,20 @@ class FadingPresence:
         self._count = 0
 
     def last(self, seconds: float | None) -> None:
-        """Believe for so long from now on; None: for good."""
+        """Assume presence for this long from now on; None: permanently."""
         self._presence_s = seconds
 
     def learn(self, keys: tuple[Key, ...], now: float) -> None:
-        """Note that these are there now."""
+        """Note that these blocks are in the tier now."""
         if self._presence_s is not None and keys:
             self._learned.append((now + self._presence_s, keys))
             self._count += len(keys)
 
     def pop_faded(self, now: float, at_once: int) -> tuple[Key, ...]:
-        """Return what is to be asked for again: learned too long ago, or more than can be kept.
+        """Return the keys to look up again: learned too long ago, or more than can be kept.
 
-        About ``at_once`` at most: the others come with the next call. What has been learned again
-        meanwhile is among it: to ask once more is harmless.
+        About ``at_once`` at most: the others come with the next call. Keys that were learned again
+        meanwhile are included: another lookup is harmless.
         """
         faded: list[Key] = []
         while self._learned and (self._learned[0][0] <= now or self._count > self._keys_max):
@@ -98,6 +98,6 @@ class FadingPresence:
         return tuple(faded)
 
     def forget(self) -> None:
-        """Note that nothing is believed of the tier any more."""
+        """Assume nothing about the tier's blocks any more."""
         self._learned.clear()
         self._count = 0

@@ -1,15 +1,15 @@
 """Makes room in the primary tier on behalf of one facade call.
 
-The eviction policy is an actor, so asking it for victims is a message and its
-answer another. What is to be done in between waits here, as a message of its own
+The eviction policy is an actor, so a request for victims is a message and its
+reply another. The work that needs the room waits here, as a message of its own
 (``StoreAfterEviction`` and the like), which the primary tier handles once there is
 room, or once it is clear that there won't be more. There is at most one such
 message, since the facade's calls are run to quiescence one after the other.
 
-The policy names victims; what is evicted is never the head of a running request's
-prefix while some of its tail can go (``kvtier/engine/running_prefixes.py``).
+The policy names victims; the head of a running request's prefix is never evicted
+while some of its tail can go (``kvtier/engine/running_prefixes.py``).
 
-A policy whose answer names no block that it did not name before is replaced.
+A policy whose reply names no block that it has not named before is replaced.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class ReserveAfterEviction(Message, frozen=True, gc=False):
 
 
 class Eviction:
-    """What was asked of the policy, and what became of it."""
+    """Tracks the current request for victims, and its outcome."""
 
     def __init__(self, slots: SlotTable, prefixes: RunningPrefixes, policy: Mailbox) -> None:
         self.policy = policy
-        self.evicted: list[Key] = []  #: for what waits, or was handled last
+        self.evicted: list[Key] = []  #: for the message that waits, or was handled last
         self._slots = slots
         self._slot_of: Mapping[Key, int] = slots.slot_of
         self._prefixes = prefixes
@@ -63,20 +63,20 @@ class Eviction:
         self._slots_wanted = 0
         self._victims_asked = 0
         self.excluded: frozenset[Key] = frozenset()  #: must stay
-        # Named by the policy, and here for the time being: what can't go, and what need not yet.
+        # Named by the policy, and still here: keys that can't go, and keys that need not go yet.
         self._refused: dict[Key, None] = {}
         self._restorable: dict[Key, None] = {}
         self._is_replaced = False
 
     @property
     def is_under_way(self) -> bool:
-        """Whether something waits for slots, which keys without one may be about to get."""
+        """Whether a message waits for slots, which keys without one may be about to get."""
         return self._waiting is not None
 
     def make_room(self, slots: int, then: Message, excluded: frozenset[Key] = frozenset()) -> None:
-        """Have ``slots`` slots made free, of which there are fewer now; ``then`` is handled next.
+        """Make room until ``slots`` slots are free (fewer are now); ``then`` is handled next.
 
-        Whoever handles it must look how much room there is. ``excluded``: keys that must stay.
+        Its handler must check how much room there is. ``excluded``: keys that must stay.
         """
         self.evicted = []
         self._waiting = then
@@ -86,9 +86,9 @@ class Eviction:
         self._ask(slots - self._slots.free_count())
 
     def evict(self, victims: Sequence[Key]) -> Message | None:
-        """Evict what may go; return what is to be handled now, None if more victims were asked for.
+        """Evict what may go; return the message to handle now, None if more victims were requested.
 
-        Refused: what is held by now, and what a lookup of this step called readable.
+        Refused: blocks that are held by now, or that a lookup of this step reported readable.
         """
         known = len(self.evicted) + len(self._refused)
         if self._prefixes.begin_eviction(victims):
@@ -130,14 +130,14 @@ class Eviction:
         self.evicted += going
 
     def _evict_tails_of(self, victims: Sequence[Key]) -> None:
-        """Evict as many blocks as victims may go: those themselves, or the last behind them."""
+        """Evict a block for each victim that may go: the victim, or the last block behind it."""
         gone = []
         for key in victims:
             if self._can_go(key):
                 gone.append(self._evict_behind(key))
             elif key in self._slot_of:
                 self._refused[key] = None
-        # Some victims stood in for others, and so went for two.
+        # A block that went in place of a victim may be a victim too: then one went for two.
         while self._restorable and self._slots_wanted > self._slots.free_count():
             gone.append(self._evict_behind(next(iter(self._restorable))))
         named = set(victims)
@@ -146,7 +146,7 @@ class Eviction:
             self.policy.post(m.Gone(keys=unknown))
 
     def _evict_behind(self, victim: Key) -> Key:
-        """Evict the last block behind ``victim``, or itself; return which one it was."""
+        """Evict the last block behind ``victim``, or the victim; return the evicted block."""
         key = self._prefixes.stand_in(victim, self._can_go)
         self._restorable[victim] = None
         self._restorable.pop(key, None)
@@ -160,7 +160,7 @@ class Eviction:
         return not self._slots.is_held(slot)
 
     def tell_residents(self) -> None:
-        """Tell a policy that takes another one's place what there is, and what of it must stay."""
+        """Send a replacement policy all resident keys, and those of them that must stay."""
         slot_of, is_held = self._slot_of, self._slots.is_held
         held = tuple(key for key, slot in slot_of.items() if is_held(slot))
         self.policy.post(m.Residents(keys=tuple(slot_of), held=held))

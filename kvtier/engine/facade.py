@@ -1,4 +1,4 @@
-"""What a scheduler sees of kvtier: synchronous calls that never wait for a tier.
+"""The scheduler's interface to kvtier: synchronous calls that never wait for a tier.
 
 Each call turns into a message to the primary tier, and the engine cell is run
 to quiescence on the calling thread. All methods belong to one thread at a
@@ -7,15 +7,15 @@ time (vLLM's scheduler thread); none may be called from a tier.
 A scheduler's step looks like this::
 
     facade.on_request_started("r1")
-    if facade.lookup_prefix(keys, "r1") is None:   # a tier is being asked or read
-        ...                                        # ask again in the next step
+    if facade.lookup_prefix(keys, "r1") is None:   # a tier lookup or load is running
+        ...                                        # look up again in the next step
     slots, epoch = facade.prepare_load(keys[:hits], "r1"), facade.epoch
     ...                                            # the worker copies slots → GPU
     facade.complete_load(keys[:hits], "r1", epoch=epoch)
     grant = facade.prepare_store(new_keys, "r1")
     ...                                            # the worker copies GPU → grant.slots
     facade.complete_store(grant.keys, "r1", epoch=grant.epoch)
-    facade.on_requests_scheduled(["r1"])           # all that had their turn in this step
+    facade.on_requests_scheduled(["r1"])           # all that were scheduled in this step
     facade.step_end()
     ...
     facade.on_request_finished("r1")
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key, RequestId, TierSet
 
 ALL_TIERS: Final = -1
-"""As a request's ``tiers``: every tier may be asked."""
+"""A value for a request's ``tiers``: every tier may serve it."""
 
 TICK_S: Final = 0.1
-"""How often a lookup that says None lets time pass, for schedulers that end no steps.
+"""How often a lookup that returns None lets time pass, for schedulers that end no steps.
 
-Seldom, since passing time also sends the step's probes, which are better sent together.
+Rarely, since passing time also sends the step's probes, which are better sent together.
 """
 
 
@@ -91,9 +91,9 @@ class SchedulerFacade:
         self._is_first_lookup = True
         self._lookup_seconds: Observed[float] = Observed()
         self._last_tick = clock()
-        self._rests_since = -1  # with so much activity a step has ended, and nothing was left to do
+        self._rests_since = -1  # the activity count at which a step ended with nothing left to do
         self._ask(m.Tick(now=self._last_tick))
-        self._wake_tiers()  # they are told which generation of weights they serve
+        self._wake_tiers()  # they receive the generation of weights that they serve
 
     # --- requests ---
 
@@ -102,41 +102,41 @@ class SchedulerFacade:
     ) -> None:
         """Begin a request. ``tiers``: one bit for each tier that may serve it.
 
-        ``params``: MessagePack of a mapping, for request-scoped tiers, which hear of no request
-        without. ``peer``: the address that it loads from. What fails there is this address's fault.
+        ``params``: MessagePack of a mapping, for request-scoped tiers; requests without it are not
+        sent to them. ``peer``: the address that it loads from; failures there count against it.
         """
         self._cell.ask(self._primary, m.RequestStarted(request, tiers, params, peer))
 
     @property
     def has_request_scoped_tiers(self) -> bool:
-        """Whether there is a tier that serves requests with parameters for it, and no others."""
+        """Whether there is a tier that serves only requests with parameters for it."""
         return self._primary.request_tiers.tiers != 0
 
     def on_request_finished(self, request: RequestId, order: Iterable[Key] | None = None) -> None:
         """End a request: it looks up, loads and stores nothing more.
 
-        Completions of what it began may still follow. Its promoted blocks may
-        be evicted now. ``order``: all its keys from head to tail, those too
+        Completions of its loads and stores may still follow. Its promoted blocks may
+        be evicted now. ``order``: all its keys from head to tail, including those
         that were found in the GPU and so not read from here. Eviction policies
-        take it for a use of them all.
+        count it as a use of them all.
         """
         keys = None if order is None else tuple(order)
         self._ask(m.RequestFinished(request=request, order=keys))
 
     def on_requests_scheduled(self, requests: Iterable[RequestId]) -> None:
-        """Note that it is decided what these running requests load, if anything.
+        """Note that these running requests' loads, if any, are decided.
 
-        What was reserved for them ends: leases of promoted blocks that they did not
+        Their reservations end: leases of promoted blocks that they did not
         load, promotions and probes that were not sent yet. Call it before ``step_end``;
-        not for requests that wait, whose lookups said None or that had no turn. A request
-        that is preempted may look up again.
+        not for waiting requests: their lookups returned None, or they were not scheduled.
+        A preempted request may look up again.
         """
         self._ask(m.RequestsScheduled(requests=tuple(requests)))
 
     # --- lookups ---
 
     def lookup_state(self, key: Key, request: RequestId) -> BlockState:
-        """Tell where the block is; may start asking or reading tiers.
+        """Return the block's state; may start lookups and loads at tiers.
 
         READY holds until the step ends: ``prepare_load`` in this step succeeds.
         PROBING and FILLING end by the tiers' deadlines, whatever tiers do.
@@ -154,26 +154,26 @@ class SchedulerFacade:
         return cast("BlockState", state)
 
     def lookup(self, key: Key, request: RequestId) -> bool | None:
-        """Return True (readable), False (nowhere), or None (ask again in the next step)."""
+        """Return True (readable), False (nowhere), or None (look up again in the next step)."""
         return _ANSWER_OF[self.lookup_state(key, request)]
 
     @property
     def decides_loads(self) -> bool:
-        """Whether it can be decided now that a request computes what tiers have.
+        """Whether kvtier can decide now that a request computes blocks that tiers have.
 
-        Then the first lookup of a request should be one of all its keys, with their ``place``.
+        If so, the first lookup of a request should cover all its keys, with their ``place``.
         """
         return self._primary.decisions.wants_places
 
     @property
     def learns_from_steps(self) -> bool:
-        """Whether ``on_step_computed`` is of use."""
+        """Whether calls of ``on_step_computed`` are useful."""
         return self._primary.decisions.learns_from_steps
 
     def on_step_computed(self, tokens: int, attention: int, seconds: float | None) -> None:
-        """Tell what the engine has computed of prompts, step by step: so its speed is learnt.
+        """Report the prompt tokens that a step computed, so that the engine's speed is learnt.
 
-        ``seconds``: since the step before; None if it had nothing to compute for some of it.
+        ``seconds``: since the step before; None if the engine was idle for some of it.
         ``attention``: the sum over requests of ``n² + 2 n c``, for ``n`` tokens computed behind
         ``c``. Steps that compute no prompt may be left out after two of them.
         """
@@ -185,11 +185,11 @@ class SchedulerFacade:
     ) -> list[BlockState]:
         """Do ``lookup_state`` for ``keys``, from head to tail, in one go: several times cheaper.
 
-        Returns their states from the first on, and maybe fewer: nothing behind
-        the first ABSENT is looked up, nor what ``lookup_state`` must make room for.
+        Returns their states from the first on, perhaps of fewer: no key behind
+        the first ABSENT is looked up, nor one that ``lookup_state`` must make room for.
 
-        Given ``place``, and once for each wait of a request, it is decided how much of what
-        tiers have is worth loading: blocks that are computed sooner are ABSENT.
+        Given ``place``, it decides, once for each wait of a request, how many of the tiers'
+        blocks are worth loading: blocks that are computed sooner are ABSENT.
         """
         if self._is_first_lookup:
             self._begin_lookups()
@@ -208,7 +208,7 @@ class SchedulerFacade:
     def lookup_prefix(self, keys: Sequence[Key], request: RequestId) -> int | None:
         """Return how many of ``keys``, from the first on, are readable now.
 
-        None: that isn't known yet, ask again in the next step. Keys behind the
+        None: not known yet, look up again in the next step. Keys behind the
         first that is nowhere are not looked up.
         """
         states = self.lookup_states(keys, request)
@@ -218,11 +218,11 @@ class SchedulerFacade:
         return len(hits) if all(state is READY for state in hits) else None
 
     def survey(self, key: Key, request: RequestId) -> BlockState:
-        """Tell where the block is, of a request whose keys belong to several KV-cache groups.
+        """Return the state of a block, of a request whose keys belong to several KV-cache groups.
 
-        As ``lookup_state``, but nothing is promoted: FILLING also means that a tier has
-        the block. At the step's end ``reserve_prefix`` promotes what the request needs,
-        and then FILLING means what it says.
+        Like ``lookup_state``, but nothing is promoted: FILLING also means that a tier has
+        the block. At the step's end ``reserve_prefix`` promotes the blocks that the request
+        needs; from then on FILLING has its usual meaning.
         """
         if self._is_first_lookup:
             state = self._timed_lookup(Survey(key, request))
@@ -239,16 +239,16 @@ class SchedulerFacade:
         """Promote and lease the blocks of the longest prefix, across groups, that has room.
 
         Returns its tokens: all blocks that it needs are READY or will be, and stay
-        until the request's decision ends. 0: there is no room for any, nothing is
-        anywhere, tiers are still being asked, or a prefix was reserved before. Given
-        ``first_token``, before which the GPU has all, also: it is computed sooner.
+        until the request's decision ends. 0: there is no room for any, no block is
+        found, tier lookups are still running, or a prefix was reserved before. Given
+        ``first_token``, before which the GPU has all, also: computing it is faster.
         """
         now = 0.0 if first_token is None else self._clock()
         tokens = self._ask(ReservePrefix(tuple(groups), request, first_token, now))
         return 0 if tokens is NO_REPLY else cast("int", tokens)
 
     def load_sources(self, request: RequestId) -> Mapping[Key, int]:
-        """Return which of the request's blocks tiers delivered to it: key → the tier's number.
+        """Return the request's blocks that tiers delivered to it: key → the tier's number.
 
         All other READY blocks were in the primary tier anyway.
         """
@@ -263,7 +263,7 @@ class SchedulerFacade:
         """Pin blocks and return their slots, in order. They stay until ``complete_load``.
 
         ``order``: as for ``prepare_store``.
-        Raises ``Misuse`` unless ``lookup`` said True for each key in this step.
+        Raises ``Misuse`` unless ``lookup`` returned True for each key in this step.
         """
         slots = self._ask(m.PrepareLoad(tuple(keys), request, order))
         if slots is None or slots is NO_REPLY:
@@ -278,10 +278,10 @@ class SchedulerFacade:
     def complete_load(
         self, keys: Collection[Key], request: RequestId, *, epoch: int | None = None
     ) -> None:
-        """Unpin blocks that the GPU has read. What isn't pinned is counted and ignored.
+        """Unpin blocks that the GPU has read. Blocks that aren't pinned are counted and ignored.
 
-        ``epoch``: what ``epoch`` was at ``prepare_load``; the completion of a load from before
-        a reset is then ignored. None: this one, for callers who drop such completions themselves.
+        ``epoch``: its value at ``prepare_load``; the completion of a load from before a reset is
+        then ignored. None: the current one, for callers that drop such completions themselves.
         """
         began = self.epoch if epoch is None else epoch
         self._ask(m.CompleteLoad(tuple(keys), request, began))
@@ -296,18 +296,18 @@ class SchedulerFacade:
         cuts: Sequence[int] | None = None,
         order: m.RequestOrder | None = None,
     ) -> m.StoreGrant | None:
-        """Give slots to those of ``keys`` that are new, evicting what is needed.
+        """Allocate slots to the new ones of ``keys``, evicting as needed.
 
         ``keys``: from head to tail. The grant names the keys to store, which
-        may be fewer: resident ones, ones below ``store_threshold`` and the
-        tail of what has no room are left out. None: no room for even one; try
-        again in a later step. ``cuts``, growing: how many of ``keys`` are of use
-        without those behind them, where keys of several KV-cache groups belong
-        together; None: any number, and each needs all before it. What fits no memory of this
-        size gets an empty grant.
-        ``order``: the keys of the request by token position, those too that the GPU has,
+        may be fewer: resident keys, keys below ``store_threshold`` and the
+        tail that has no room are left out. None: no room for even one; try
+        again in a later step. ``cuts``, growing: how many of ``keys`` are useful
+        without those behind them, if keys of several KV-cache groups belong
+        together; None: any number, and each needs all before it. Keys that fit no memory of this
+        size get an empty grant.
+        ``order``: the keys of the request by token position, including those that the GPU has,
         from a number on; while it runs, a block of it is evicted after those behind it.
-        One that tells it once tells it always; else it is what calls' ``keys`` make of it.
+        A request that passes it once passes it always; else it is taken from the calls' ``keys``.
         """
         some = None if cuts is None else tuple(cuts)
         grant = self._ask(m.PrepareStore(tuple(keys), request, some, order))
@@ -325,8 +325,8 @@ class SchedulerFacade:
         """Make stored blocks readable and cascade them; or, without success, drop them.
 
         ``epoch``: that of the grant; the completion of a store from before a reset is ignored.
-        None: this one, for callers who drop such completions themselves.
-        ``kept``: those of ``keys`` that stay in host memory: no tier is given them, now or later.
+        None: the current one, for callers that drop such completions themselves.
+        ``kept``: those of ``keys`` that stay in host memory: they are never sent to a tier.
         """
         granted = self.epoch if epoch is None else epoch
         self._ask(m.CompleteStore(tuple(keys), request, success, granted, tuple(kept)))
@@ -343,7 +343,7 @@ class SchedulerFacade:
         self._poll_tiers()
         now, promotions = self._clock(), self._primary.promotions
         is_at_rest = self.activity == self._rests_since and not self._cell.has_arrivals
-        if is_at_rest and now - self._last_tick < TICK_S:  # as at most steps
+        if is_at_rest and now - self._last_tick < TICK_S:  # the usual case
             promotions.pass_time(now)
             for link in self._links:
                 link.pass_time(now)
@@ -355,9 +355,9 @@ class SchedulerFacade:
             self._rests_since = self.activity
 
     def get_finished(self) -> int:
-        """Take in what tiers have reported; return how many jobs and probes are in flight.
+        """Process the tiers' reports; return how many jobs and probes are in flight.
 
-        Every other call does the first as well.
+        Every other call processes them as well.
         """
         self._poll_tiers()
         self._cell.run()
@@ -365,44 +365,44 @@ class SchedulerFacade:
         return sum(sum(link.in_flight()) for link in self._links)
 
     def has_pending_work(self) -> bool:
-        """Tell whether it is worth stepping on: a tier may still end something in time."""
+        """Return whether to keep stepping: a tier may still end something in time."""
         self.get_finished()
         return any(link.serves_others or link.awaited() for link in self._links)
 
     def has_deferred_stores(self) -> bool:
-        """Tell whether a tier could not store all: steps offer it again, whenever it has room."""
+        """Return whether a tier has deferred stores: steps offer them again when it has room."""
         return any(link.room.has_deferred for link in self._links)
 
     def evicts(self, tier: int) -> bool:
-        """Tell whether a secondary tier is bounded, and so tells of what it evicts."""
+        """Return whether a secondary tier is bounded, and so reports its evictions."""
         return self._links[tier].tells_uses
 
     def take_events(self) -> list[Event]:
-        """Return what became resident or went since the last call, in order for each tier."""
+        """Return the blocks that came or went since the last call, in order for each tier."""
         self._cell.run()
         events = self._primary.drain_events()
         for link in self._links:
             events += link.drain_events()
         return events
 
-    # --- the whole ---
+    # --- the runtime ---
 
     @property
     def epoch(self) -> int:
-        """How many resets there were. What was begun in an earlier epoch is void."""
+        """The number of resets. Loads and stores begun in an earlier epoch are void."""
         return self._primary.epoch
 
     def reset(self, *, weights_version: str | None = None, weights_changed: bool = False) -> None:
         """Forget every block of the primary tier, and begin a new generation. Never waits.
 
-        Nothing that was stored before is served again, from any tier: the
-        model's weights may be others now. What is stored from now on is found by
+        Blocks that were stored before are not served again, from any tier: the
+        model's weights may have changed. Blocks that are stored from now on are found by
         this engine only, or, given ``weights_version``, by all that name the same
         weights. With ``on_reset: "keep"`` a reset without a name begins no new generation, and
-        tiers serve what they have; unless ``weights_changed`` says that they can't.
+        tiers serve their blocks, unless ``weights_changed`` is set.
 
-        Slots that the GPU or a tier still uses are quarantined until they let go: tiers by
-        reporting, the GPU by ``on_reset_flushed``. Completions of older loads and stores are
+        Slots that the GPU or a tier still uses are quarantined until released: tiers report it,
+        ``on_reset_flushed`` does for the GPU. Completions of older loads and stores are
         ignored from now on. Raises ``Misuse`` for an empty name.
         """
         mark = self._generations.begin(weights_version, has_changed=weights_changed)
@@ -415,13 +415,13 @@ class SchedulerFacade:
 
     @property
     def activity(self) -> int:
-        """Grows whenever anything may have changed that can be asked for."""
+        """Grows whenever anything that can be queried may have changed."""
         return self._cell.activity
 
     def statistics(self) -> Statistics:
         """Return a frozen snapshot. Counters grow from the start of the runtime.
 
-        Cheap enough for each step. What backends count may be a second old.
+        Cheap enough for each step. Backends' counters may be a second old.
         """
         return Statistics(
             primary=self._primary.statistics(),
@@ -430,7 +430,7 @@ class SchedulerFacade:
         )
 
     def take_observations(self) -> Observations:
-        """Return the single measurements since the last call, for histograms."""
+        """Return the individual measurements since the last call, for histograms."""
         tiers = tuple(
             TierObservations(
                 probe_seconds=link.probe_seconds.drain(),
@@ -447,7 +447,7 @@ class SchedulerFacade:
     def close(self) -> bool:
         """End all tiers, waiting at most ``close_timeout_s`` in all. Safe to call twice.
 
-        Returns True if nothing can touch the slots any more. False: a tier
+        Returns True if nothing can access the slots any more. False: a tier
         hangs; leave the memory mapped until the process ends.
         """
         if self._closed:
@@ -467,7 +467,7 @@ class SchedulerFacade:
     # --- helpers ---
 
     def _let_time_pass(self) -> None:
-        """Keep None bounded even if nobody calls ``step_end``."""
+        """Bound how long lookups return None, even if ``step_end`` is never called."""
         now = self._clock()
         if now - self._last_tick >= TICK_S:
             self._last_tick = now
@@ -476,7 +476,7 @@ class SchedulerFacade:
             self._wake_tiers()
 
     def _timed_lookup(self, message: Lookup) -> object:
-        """Do what is done for each lookup, and time it: the first one of each step."""
+        """Do a lookup and time it: the first one of each step."""
         self._begin_lookups()
         started = time.perf_counter()
         state = self._cell.ask(self._primary, message)
@@ -484,17 +484,17 @@ class SchedulerFacade:
         return state
 
     def _begin_lookups(self) -> None:
-        """Take in what tiers have sent, before a step's first lookup: it is to know what ended."""
+        """Receive the tiers' messages before a step's first lookup, so that it sees what ended."""
         self._is_first_lookup = False
         self._poll_tiers()
 
     def _wake_tiers(self) -> None:
-        """Have tiers take what was sent to them since the last time."""
+        """Wake tiers to take the messages sent to them since the last time."""
         for tier in self._tiers:
             tier.wake()
 
     def _poll_tiers(self) -> None:
-        """Take in what tiers have sent. Their hosts in threads post it by themselves."""
+        """Receive the tiers' messages. Hosts in threads post theirs by themselves."""
         for tier in self._tiers:
             tier.poll()
 

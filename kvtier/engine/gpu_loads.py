@@ -1,7 +1,7 @@
-"""The GPU loads under way, by request.
+"""Tracks the GPU loads in flight, by request.
 
-A completion takes only what its own request began: one that nobody waits for
-takes nobody's pin. Those of loads from before a reset never get here.
+A completion ends only loads that its own request began: a stray one removes
+no other request's pin. Completions of loads from before a reset never get here.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class GpuLoads:
         loads = self._under_way.get(request)
         once = dict.fromkeys(keys, 1)
         if loads is None and len(once) == len(keys):
-            self._under_way[request] = once  # as it mostly is: in a tenth of the time
+            self._under_way[request] = once  # the usual case: in a tenth of the time
             return
         loads = self._under_way.setdefault(request, {})
         for key in keys:
             loads[key] = loads.get(key, 0) + 1
 
     def end(self, request: RequestId, keys: Sequence[Key]) -> Sequence[Key]:
-        """Note that the GPU has read ``keys``; return those that it had begun to."""
+        """Note that the GPU has read ``keys``; return those that it had begun to read."""
         loads = self._under_way.get(request)
         if loads is None:
             return []
         if len(loads) == len(keys) and loads == dict.fromkeys(keys, 1):
-            del self._under_way[request]  # all that it loads, as it mostly is
+            del self._under_way[request]  # all that it loads: the usual case
             return keys
         ended = []
         for key in keys:
@@ -54,7 +54,7 @@ class GpuLoads:
         return ended
 
     def reset(self, slot_of: Mapping[Key, int]) -> dict[int, int]:
-        """Forget all loads: a new epoch begins. Return how many there were of each slot."""
+        """Forget all loads: a new epoch begins. Return their number for each slot."""
         reads: dict[int, int] = {}
         for loads in self._under_way.values():
             for key, count in loads.items():

@@ -1,4 +1,4 @@
-"""The jobs of a tier's link, and the numbers of what it has sent."""
+"""Defines the jobs of a tier's link, and numbers the jobs and probes that it sends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Sent(Protocol):
-    """A job or a probe, as what measures how long the tier takes sees it."""
+    """A job or a probe, as seen by the code that measures how long the tier takes."""
 
     started: float
     backlog: int
@@ -27,7 +27,7 @@ class Sent(Protocol):
 
     @property
     def size(self) -> int:
-        """How many blocks or keys it has."""
+        """The number of its blocks or keys."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class Job:
     )
 
     def __init__(self, message: m.Promote | m.Cascade, start: int, end: int, since: float) -> None:
-        """``since``: when the link was given it, in seconds of its clock."""
+        """``since``: when the link received it, in seconds of its clock."""
         self.is_load = isinstance(message, m.Promote)
         self.request = message.request
         self.keys = message.keys[start:end]
@@ -67,12 +67,12 @@ class Job:
         self.started = since
         self.patience_end = since + message.patience_s if isinstance(message, m.Promote) else NEVER
         self.backlog = 0  #: blocks outstanding at the tier when it was sent, its own included
-        self.peer = ""  #: the address that is to do it, if it is one of several of its tier
+        self.peer = ""  #: the address that is to do it, if its tier has several
         self.abandoned = False
-        self.is_cut = False  #: abandoned for want of patience, while its tier is not late with it
+        self.is_cut = False  #: abandoned for lack of patience, though its tier is not late with it
 
     def assign(self, peer: str) -> None:
-        """Note which of its tier's peers is to do it."""
+        """Set the peer of its tier that is to do it."""
         self.peer = peer
 
     def start(self, now: float, backlog: int) -> None:
@@ -81,14 +81,14 @@ class Job:
         self.backlog = backlog
 
     def order(self, number: int, mark: bytes, since: int, deadline: float) -> LoadOrStore:
-        """Return what the tier is told, once the job has been started."""
+        """Return the message for the tier, once the job has been started."""
         if self.is_load:
             return m.LoadJob(number, self.keys, self.slots, mark, since, self.request, deadline)
         return m.StoreJob(number, self.request, self.keys, self.slots, mark, since, deadline)
 
     @property
     def size(self) -> int:
-        """How many blocks it has."""
+        """The number of its blocks."""
         return len(self.slots)
 
     @property
@@ -97,24 +97,24 @@ class Job:
         return self.is_cut or not self.abandoned
 
     def done(self, outcomes: Sequence[Outcome]) -> tuple[Key, ...]:
-        """Return the keys of what is DONE; one outcome a block."""
+        """Return the keys of the blocks that are DONE; one outcome a block."""
         return tuple(compress(self.keys, [outcome is Outcome.DONE for outcome in outcomes]))
 
     def blocks_of(self, chosen: Sequence[bool]) -> m.Cascade:
-        """Return some blocks of a job that stores, as what they came in; one bool a block."""
+        """Return the chosen blocks of a store job as a Cascade, as they came; one bool a block."""
         keys, slots = tuple(compress(self.keys, chosen)), tuple(compress(self.slots, chosen))
         return m.Cascade(self.request, keys, slots, self.epoch)
 
     def has_lost_patience(self, now: float) -> bool:
-        """Tell whether its request is to wait for it no longer, though the tier isn't late."""
+        """Return whether its request should stop waiting for it, though the tier isn't late."""
         return not self.abandoned and now >= self.patience_end
 
     def cut(self) -> None:
-        """Note that it is given up while its tier is not late with it."""
+        """Note that it is given up though its tier is not late with it."""
         self.is_cut = True
 
     def end_cut(self) -> None:
-        """Note that its end is nothing to its tier any more."""
+        """Note that its end no longer counts for its tier."""
         self.is_cut = False
 
     def abandon(self) -> None:
@@ -123,14 +123,14 @@ class Job:
         self.abandoned = True
 
     def audit(self) -> JobAudit:
-        """Return what it is, frozen."""
+        """Return its state, frozen."""
         return JobAudit(
             self.is_load, self.abandoned, self.counts_for_its_tier, self.slots, self.patience_end
         )
 
     @property
     def work(self) -> Work:
-        """What the breaker calls it."""
+        """Its kind of work, for the breaker."""
         return Work.LOAD if self.is_load else Work.STORE
 
 
@@ -138,19 +138,19 @@ LoadOrStore: TypeAlias = m.LoadJob | m.StoreJob
 
 
 class Numbers:
-    """What a link calls the jobs and probes that it sends: numbers from 1, each once."""
+    """Allocates the numbers of the jobs and probes that a link sends: from 1, each once."""
 
     def __init__(self, counts: TierCounts) -> None:
         self.counts = counts
         self._last = 0
 
     def take(self) -> int:
-        """Return a number that nothing has yet."""
+        """Return an unused number."""
         self._last += 1
         return self._last
 
     def count_stray(self, number: int) -> None:
-        """Count an answer that nothing in flight belongs to: late, doubled or invented."""
+        """Count a completion that matches nothing in flight: late, duplicate or invented."""
         was_sent = 0 < number <= self._last
         self.counts.late_completions += was_sent
         self.counts.unknown_completions += not was_sent

@@ -1,17 +1,17 @@
-"""What time it is at one tier's link, and how much of it the tier's process could use.
+"""Keeps the time at one tier's link, and how much of it the tier's process could use.
 
-Part of a link's actor. The time is that of the last Tick, or that at which something of the tier
-arrived, if that is later: between two Ticks the engine may compute for seconds, and what a
-link sends with the time from before counts as seconds old at the next one.
+Part of a link's actor. The time is that of the last Tick, or that at which a message of the tier
+arrived, if that is later: between two Ticks the engine may compute for seconds, and work that a
+link sends with the earlier time counts as seconds old at the next one.
 
-While a tier's process is ready to run and the machine runs others, its silence shows nothing.
+While a tier's process is ready to run but the machine runs others, its silence shows nothing.
 """
 
 from __future__ import annotations
 
 
 class LinkTime:
-    """Of one link. In seconds of the runtime's clock."""
+    """The time at one link, in seconds of the runtime's clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -19,11 +19,11 @@ class LinkTime:
 
     @property
     def given(self) -> float:
-        """The time without what the tier's process waited for a processor: differences count."""
+        """The time less the tier's process's waits for a processor: only differences matter."""
         return self.now - self._not_run_s
 
     def pass_to(self, now: float) -> None:
-        """Learn the time."""
+        """Set the time."""
         self.now = now
 
     def leave_out(self, seconds: float) -> None:

@@ -1,6 +1,6 @@
-"""How promotions end: what their links say of each, and what becomes of the slots.
+"""Handles the ends of promotions, as their links report them, and updates their slots.
 
-Part of the primary tier's actor. What was asked for before a reset only gives its slots back.
+Part of the primary tier's actor. Promotions from before a reset only give their slots back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LoadCompletions:
-    """Handles what links say of promotions."""
+    """Handles the links' reports on promotions."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class LoadCompletions:
         became_ready: Callable[[Sequence[Key], Sequence[int], RequestId, int], None],
         not_filled: Callable[[Sequence[Key]], None],
     ) -> None:
-        """``became_ready``, ``not_filled``: what the primary tier does about keys."""
+        """``became_ready``, ``not_filled``: the primary tier's handling of such keys."""
         self._slots = slots
         self._promotions = promotions
         self._lookups = lookups
@@ -43,7 +43,7 @@ class LoadCompletions:
         self._epoch = 0
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return what is done for each message that the primary tier leaves to this."""
+        """Return the handlers of the messages that the primary tier leaves to this."""
         return {
             m.PromotionEnded: self._ended,
             m.PromotionAbandoned: self._abandoned,
@@ -53,7 +53,7 @@ class LoadCompletions:
         }
 
     def begin_epoch(self, epoch: int) -> None:
-        """Note a reset: promotions of other epochs fill no key any more."""
+        """Note a reset: promotions of other epochs no longer fill keys."""
         self._epoch = epoch
 
     def release(self, slots: Sequence[int]) -> None:
@@ -93,7 +93,7 @@ class LoadCompletions:
         self._not_filled(message.keys)
 
     def _withdrawn(self, message: m.PromotionWithdrawn) -> None:
-        """Free the slots; whoever else wants the blocks asks for them again."""
+        """Free the slots; other requests that want the blocks look them up again."""
         if message.epoch != self._epoch:
             self.release(message.slots)
             return
@@ -103,9 +103,9 @@ class LoadCompletions:
         self._not_filled(message.keys)
 
     def _late(self, message: m.PromotionLate) -> None:
-        """Keep what has arrived after all, unless the block is here by now: it is paid for.
+        """Keep blocks that have arrived late, unless they are here by now: the load is paid for.
 
-        Not while victims are chosen: the slot that they make free may be for the same block.
+        Not while victims are chosen: the slot that they free may be for the same block.
         """
         kept: Batch = ([], [])
         may_keep = message.epoch == self._epoch and not self._eviction.is_under_way

@@ -1,19 +1,19 @@
-"""Where to cut a prefix: its head is loaded from tiers, its tail recomputed.
+"""Decides where to cut a prefix: its head is loaded from tiers, its tail recomputed.
 
-The time until a request's first token, where its first ``j`` keys are loaded and the
-rest of what tiers have is computed, is::
+The time until a request's first token, if its first ``j`` keys are loaded and the
+rest of the tiers' blocks is computed, is::
 
     max over tiers (latency + seconds per block * (outstanding + blocks of it)),
-        or until the engine has computed what it has to before, if that takes longer
+        or until the engine has finished its earlier prompts, if that takes longer
     + linear * (tokens computed) + quadratic * (end² - (tokens before them)²)
 
-To that comes how much longer others wait whose loads end while this is computed: an engine
-that computes one prompt lets those wait that need no more than a step.
+Added to that is how much longer other requests wait if their loads end meanwhile: while an engine
+computes one prompt, requests that need no more than a step must wait.
 
-Loads from several tiers run side by side. What is in the primary tier already costs
-nothing. While blocks of one tier follow one another, this is concave on either side
-of the point where that tier becomes the slowest of them, so the best cut is at an end of such
-a run, or at that point: the others are not looked at.
+Loads from several tiers run side by side. Blocks that are in the primary tier already cost
+nothing. Within a run of blocks of one tier, this is concave on either side
+of the point where that tier becomes the slowest, so the best cut is at an end of the
+run, or at that point: no other cuts are tried.
 """
 
 from __future__ import annotations
@@ -27,73 +27,73 @@ if TYPE_CHECKING:
     from kvtier.core.load_messages import LoadCost, TokenPlace
 
 FREE: Final = -3
-"""As a place of blocks: the primary tier, or under way to it."""
+"""The place of blocks that are in the primary tier, or in flight to it."""
 
 _ALIKE: Final = 1e-9  # of seconds: a tie
 
 
 class Run(NamedTuple):
-    """Keys that follow one another, and are at the same place."""
+    """Consecutive keys that are at the same place."""
 
     where: int  #: a tier's number, or ``FREE``
     length: int  #: in keys
 
 
 class Cut(NamedTuple):
-    """The best cut of a prefix, and what was expected of it."""
+    """The best cut of a prefix, and its estimates."""
 
-    keys: int  #: that are loaded, or free
-    counts: tuple[tuple[int, int], ...]  #: of these, from each tier
-    load_s: float  #: what loading them takes
-    saved_s: float  #: what computing them would take
-    all_blocks: int  #: how many tiers have of the whole prefix
-    all_load_s: float  #: what loading all takes
-    compute_s: float  #: what computing all takes
+    keys: int  #: number of keys that are loaded, or free
+    counts: tuple[tuple[int, int], ...]  #: of these keys, the number from each tier
+    load_s: float  #: time to load them
+    saved_s: float  #: time to compute them instead
+    all_blocks: int  #: blocks of the whole prefix that tiers have
+    all_load_s: float  #: time to load all
+    compute_s: float  #: time to compute all
 
     @property
     def blocks(self) -> int:
-        """How many are loaded from tiers."""
+        """The number of blocks that are loaded from tiers."""
         return sum(count for _, count in self.counts)
 
 
 class Rates(NamedTuple):
-    """What computing takes: seconds a token, and for each of ``n² + 2 n c``."""
+    """The cost of computing: seconds a token, and for each of ``n² + 2 n c``."""
 
     linear: float
     quadratic: float
 
     def seconds(self, first: int, end: int) -> float:
-        """Return what the tokens from ``first`` to ``end`` take."""
+        """Return the time to compute the tokens from ``first`` to ``end``."""
         return self.linear * (end - first) + self.quadratic * (end * end - first * first)
 
 
 class Estimates(NamedTuple):
-    """What a decision reckons with. Times are seconds from now."""
+    """The inputs of a decision. Times are seconds from now."""
 
     rates: Rates
-    costs: Mapping[int, LoadCost]  #: by tier; one that is missing is thought to take no time
-    computed_s: float = 0.0  #: until then, the engine computes what was decided on before
-    loads_end_s: tuple[float, ...] = ()  #: of other requests that wait for loads
+    costs: Mapping[int, LoadCost]  #: by tier; a missing one is assumed to take no time
+    computed_s: float = 0.0  #: until then, the engine computes earlier prompts
+    loads_end_s: tuple[float, ...] = ()  #: for the other requests that wait for loads
 
     def load_s(self, counts: Mapping[int, int]) -> float:
-        """Return what loads from several tiers take that are sent together."""
+        """Return the time that loads from several tiers take if they are sent together."""
         known = ((self.costs.get(tier), count) for tier, count in counts.items())
         return max((cost.seconds(count) for cost, count in known if cost is not None), default=0.0)
 
     def load_alone_s(self, counts: Mapping[int, int]) -> float:
-        """Return what such loads take once tiers have nothing else to do."""
+        """Return the time that such loads take once tiers have no other work."""
         alone = {tier: cost._replace(outstanding=0) for tier, cost in self.costs.items()}
         return self._replace(costs=alone).load_s(counts)
 
     def spread(self) -> float:
-        """Return how far off estimates of loads are at most, as a share of what they say."""
+        """Return the largest error of the load estimates, as a share of the estimate."""
         return max((cost.spread for cost in self.costs.values()), default=0.0)
 
     def seconds(self, load_s: float, compute_s: float) -> float:
-        """Return when a request has its first token, and by how much longer others wait.
+        """Return the time to a request's first token, plus how much longer others wait.
 
-        A load that takes about as long as the engine is busy anyway is not for nothing: it may take
-        longer. So it is the later of both that is to be expected.
+        A load that takes about as long as the engine is busy anyway is not free: it may take
+        longer. So the expected value of the later one counts.
         """
         apart_s = hypot(load_s - self.computed_s, load_s * self.spread())
         begins_s = (load_s + self.computed_s + apart_s) / 2
@@ -102,7 +102,7 @@ class Estimates(NamedTuple):
 
 
 def best_cut(runs: Sequence[Run], place: TokenPlace, outlook: Estimates) -> Cut:
-    """Return the best cut. Where two are alike, the one that loads more."""
+    """Return the best cut. Of two equal ones, the one that loads more."""
     rates = outlook.rates
     total = sum(run.length for run in runs)
     end = place.first_token + total * place.chunk_tokens
@@ -128,7 +128,7 @@ def best_cut(runs: Sequence[Run], place: TokenPlace, outlook: Estimates) -> Cut:
 
 
 def _candidates(runs: Sequence[Run], outlook: Estimates) -> Iterator[tuple[int, dict[int, int]]]:
-    """Yield cuts: keys, and how many of them are from each tier. They grow."""
+    """Yield growing cuts: the number of keys, and how many of them are from each tier."""
     free_s = outlook.computed_s / (1 + outlook.spread())
     keys = 0
     counts: dict[int, int] = {}
@@ -145,7 +145,7 @@ def _candidates(runs: Sequence[Run], outlook: Estimates) -> Iterator[tuple[int, 
 
 
 def _bends(before: int, count: int, cost: LoadCost | None, others_s: float) -> Iterator[int]:
-    """Yield how many blocks of a run may be loaded while other loads, or the engine, go on."""
+    """Yield how many blocks of a run can load while other loads, or the engine, are busy."""
     if cost is None or cost.block_s <= 0:
         return
     within = (others_s - cost.latency_s) / cost.block_s - cost.outstanding - before

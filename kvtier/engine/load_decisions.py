@@ -1,18 +1,18 @@
-"""Whether a request loads what tiers have of its prefix, or computes it.
+"""Decides whether a request loads the blocks of its prefix that tiers have, or computes them.
 
-Part of the primary tier's actor. A decision is taken once for each request and wait, when
-the first of its blocks would be asked for at a tier, and before anything is asked,
+Part of the primary tier's actor. A decision is made once for each request and wait, when
+the first of its blocks would be looked up at a tier, and before anything is looked up,
 allocated or evicted for it. From then on tiers count as not having the blocks
-behind the cut (``Search.declined``), so that lookups go on as always.
+behind the cut (``Search.declined``), so that lookups need not change.
 
-What computing takes is learnt from the engine's steps (``kvtier/engine/prefill_speed.py``), what
-loading takes from each link's jobs (``kvtier/engine/transfer_estimate.py``). While the first is
-not known, nothing is decided, and requests load. A tier that nothing is known of is thought to take
+The cost of computing is learnt from the engine's steps (``kvtier/engine/prefill_speed.py``), that
+of loading from each link's jobs (``kvtier/engine/transfer_estimate.py``). Until the first is
+known, nothing is decided, and requests load. A tier without measurements is assumed to take
 no time, but its loads are waited for no longer than computing would take: it may hang.
 
-A tier that is declined tells nothing new of itself. So now and then a request loads the
-first few blocks all the same, and waits for them for no longer than a small share of what
-it has to compute anyway (``kvtier/engine/reprobing.py``).
+A tier that is declined gives no new measurements. So now and then a request loads the
+first few blocks all the same, and waits for them for no longer than a small share of the time
+that it computes anyway (``kvtier/engine/reprobing.py``).
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ if TYPE_CHECKING:
     from kvtier.settings.runtime_config import RuntimeConfig
 
 LONGER: Final = 2.0
-"""So many times as long as it was to wait for a load, a request waits at most."""
+"""A request waits for a load at most this many times as long as planned."""
 
 EXPLORED_BLOCKS_MAX: Final = 16
 EXPLORING_SHARE: Final = 0.05
-"""Of what a request has to compute: it waits no longer for blocks that only show how fast a
-tier is now."""
+"""Share of a request's computing time: it waits no longer for blocks that it loads only to
+measure a tier's current speed."""
 
 NOTICE_S: Final = 10.0
-"""Of one tier a change of mind is logged no more often."""
+"""Shortest interval between two logged changes of mind about one tier."""
 
 
 class _Mind:
-    """What was decided of one tier lately."""
+    """The latest decision about one tier."""
 
     __slots__ = ("declines", "exploration", "noticed_at")
 
@@ -67,7 +67,7 @@ class _Mind:
 
 
 class LoadDecisions:
-    """Knows what loads and computing take, and decides."""
+    """Tracks the costs of loading and computing, and decides between them."""
 
     def __init__(
         self,
@@ -92,12 +92,12 @@ class LoadDecisions:
         self._minds = [_Mind() for _ in config.tiers]
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return what is done for each message that the primary tier leaves to this."""
+        """Return the handlers of the messages that the primary tier leaves to this."""
         return {m.LoadCostLearned: self._cost_learned, m.StepComputed: self._step_computed}
 
     @property
     def wants_places(self) -> bool:
-        """Whether there is anything to decide now, so that lookups should tell their place."""
+        """Whether there is anything to decide now, so that lookups should pass their place."""
         return self._is_on and self._speed.is_known
 
     @property
@@ -106,12 +106,12 @@ class LoadDecisions:
         return self._is_on
 
     def rates(self) -> Rates | None:
-        """Return what computing takes; None: it is not known, or nothing is to be decided."""
+        """Return the cost of computing; None: it is unknown, or nothing is to be decided."""
         rates = self._speed.rates() if self._is_on else None
         return None if rates is None else Rates(*rates)
 
     def costs(self) -> dict[int, LoadCost]:
-        """Return what loads take, by tier, with what is about to be sent in this step."""
+        """Return the costs of loads by tier, counting loads about to be sent in this step."""
         unsent = self._promotions.unsent_counts()
         return {
             tier: cost._replace(outstanding=cost.outstanding + unsent.get(tier, 0))
@@ -119,20 +119,20 @@ class LoadDecisions:
         }
 
     def weigh(self, keys: Sequence[Key], request: Request, place: TokenPlace, now: float) -> None:
-        """Decide how much of these keys, from the first on, the request loads.
+        """Decide how many of these keys, from the first on, the request loads.
 
-        Where the first one would be loaded, and tiers are yet to tell whether they have it, nothing
-        is decided: most of what is asked for is nowhere.
+        If the first one would be loaded, and tiers have yet to report whether they have it, nothing
+        is decided: most keys that are looked up are nowhere.
         """
         rates = self.rates()
         if rates is None:
             return
         if self._directory.is_apart(request.search.request):
             request.mark_decided()
-            return  # It came with parameters for a tier: somebody else has decided.
+            return  # It came with parameters for a tier: the decision was made elsewhere.
         outlook = self._queue.outlook(request, rates, self.costs(), now)
         is_known = self._directory.is_known(keys[0], request.search)
-        if not is_known:  # then mostly none is, and there is no need to look at each
+        if not is_known:  # then usually none is: no need to check each
             tier = self._directory.seen_at(keys[0], request.search)
             if best_cut([Run(tier, len(keys))], place, outlook).blocks:
                 return
@@ -155,7 +155,7 @@ class LoadDecisions:
     ) -> int:
         """Decide how much of a prefix of several KV-cache groups is loaded; return its tokens.
 
-        ``place``: how many tokens the GPU has, and what time it is.
+        ``place``: the number of tokens that the GPU has, and the time now.
         """
         rates = self.rates()
         if rates is None:
@@ -178,7 +178,7 @@ class LoadDecisions:
             return tokens
         runs = [Run(where(key), 1) for group in groups for key in group.needed(tokens) or ()]
         kept = self._decided(runs, cut, request, outlook)
-        if kept and not cut.keys:  # to learn how fast the tier is: of one group no part is of use
+        if kept and not cut.keys:  # to measure the tier: a part of one group is no use
             return tokens
         if cut.keys < tokens:
             behind = [
@@ -191,10 +191,10 @@ class LoadDecisions:
         return cut.keys
 
     def _decided(self, runs: Sequence[Run], cut: Cut, request: Request, outlook: Estimates) -> int:
-        """Take note of a decision; return how many keys are kept, which may be others."""
+        """Record a decision; return how many keys are kept, which may differ from the cut's."""
         tier = next(run.where for run in runs if run.where != FREE)
         stalled_s = cut.load_s * (1 + SPREADS * outlook.spread())
-        # Who loads nothing waits for blocks that leave the primary tier before it has read them.
+        # If it loads nothing, it waits for blocks that leave the primary tier before it reads them.
         spared_s = cut.saved_s if cut.blocks else cut.compute_s
         patience_s = max(outlook.computed_s + spared_s, stalled_s)
         request.wait_for_loads(patience_s, LONGER * patience_s)
@@ -213,7 +213,7 @@ class LoadDecisions:
         return cut.keys
 
     def _have_wait_for_room(self, cut: Cut, request: Request, outlook: Estimates) -> None:
-        """Have it wait for slots that others hold, as long as it would have computed meanwhile."""
+        """Have it wait for slots that others hold, while loading later still beats computing."""
         if not self._costs or self._promotions.leases_of(request.search.request):
             return  # no tier's cost is known yet; or its loads were begun before anything was known
         wait_s = outlook.computed_s + cut.saved_s - outlook.load_alone_s(dict(cut.counts))
@@ -227,7 +227,7 @@ class LoadDecisions:
         self._directory.decline(declined, request.search)
 
     def _runs(self, keys: Sequence[Key], request: Request) -> list[Run]:
-        """Return where the keys are, up to the first that is nowhere."""
+        """Return the runs of the keys, up to the first key that is nowhere."""
         runs: list[Run] = []
         slot_of, seen_at = self._slot_of, self._directory.seen_at
         where, count = FREE, 0
@@ -248,7 +248,7 @@ class LoadDecisions:
     # --- exploring ---
 
     def _explore(self, tier: int, runs: Sequence[Run], cut: Cut, request: Request) -> int:
-        """Return how many keys to keep so that a tier which is declined shows what it does now."""
+        """Return how many keys to keep, to measure the current speed of a declined tier."""
         mind, now, cost = self._minds[tier], self._promotions.now, self.costs().get(tier)
         if cost is None:
             return 0
@@ -268,7 +268,7 @@ class LoadDecisions:
         return 0
 
     def _note(self, tier: int, cut: Cut) -> None:
-        """Log a change of mind about a tier, for good or bad."""
+        """Log a change of mind about a tier, either way."""
         mind, now = self._minds[tier], self._promotions.now
         declines = not cut.blocks
         if declines is mind.declines:
@@ -286,7 +286,7 @@ class LoadDecisions:
         )
         self._log.post(m.Notice(event, self._names[tier], detail, level="info"))
 
-    # --- what is learnt ---
+    # --- learning ---
 
     def _cost_learned(self, message: m.LoadCostLearned) -> None:
         if not self._is_on:

@@ -1,8 +1,8 @@
-"""The primary tier's answers to lookups, and the promotions that they begin.
+"""Handles the primary tier's lookups, and begins the promotions that they need.
 
-Part of the primary tier's actor: three of its handlers, with what they look at.
-They run for each key of each waiting request in each step, so they are
-written out where a call would read better.
+Part of the primary tier's actor: three of its handlers, with the state they read.
+They run for each key of each waiting request in each step, so code is inlined
+where a call would read better.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvtier.engine.tier_directory import TierDirectory
     from kvtier.plugin_api.keys import Key, RequestId
 
-# Looked at for each lookup: a global is found in half the time of an enum's member.
+# Read in each lookup: a global takes half the time of an enum's member.
 ABSENT: Final = BlockState.ABSENT
 FILLING: Final = BlockState.FILLING
 READY: Final = BlockState.READY
@@ -35,15 +35,15 @@ _SLOT_READY: Final = int(SlotState.READY)
 
 
 class LookedUp(NamedTuple):
-    """The keys that one running request has looked up."""
+    """The keys that a running request has looked up."""
 
     hits: frozenset[Key]
     misses: frozenset[Key]
-    slots_wanted: int  #: that it waits for before it loads
+    slots_wanted: int  #: slots that it waits for before it loads
 
 
 class Lookups:
-    """Handles ``Lookup`` and ``LookupPrefix``. ``room``: slots to ask for where none is free."""
+    """Handles ``Lookup`` and ``LookupPrefix``. ``room``: slots to free when none is."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Lookups:
         self._decisions = decisions
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return what is done for each message that the primary tier leaves to this."""
+        """Return the handlers of the messages that the primary tier leaves to this."""
         return {
             **self._decisions.handlers(),
             m.Lookup: self.lookup,
@@ -82,20 +82,20 @@ class Lookups:
         }
 
     def audit(self) -> dict[RequestId, LookedUp]:
-        """Return which keys count as what, by request. For tests and diagnosis: it costs O(n)."""
+        """Return the hits and misses of each request. For tests and diagnosis: it costs O(n)."""
         return {
             name: LookedUp(frozenset(each.hits), frozenset(each.misses), each.room_wanted)
             for name, each in self.requests.items()
         }
 
     def count_of(self, request_id: RequestId) -> None:
-        """Add what a request has looked up to the counts, if it runs."""
+        """Add a request's lookups to the counts, if it runs."""
         request = self.requests.get(request_id)
         if request is not None:
             request.count(self.counts)
 
     def lookup(self, message: m.Lookup) -> None:
-        """Answer with the key's state, once there is room for it where it needs some."""
+        """Reply with the key's state, once there is room for it if it needs some."""
         key = message.key
         request = self.requests.get(message.request)
         slot = self._slot_of.get(key)
@@ -125,7 +125,7 @@ class Lookups:
         self.reply(state)
 
     def lookup_after_eviction(self, message: LookupAfterEviction) -> None:
-        """Answer a lookup for which no slot was free."""
+        """Reply to a lookup for which no slot was free."""
         key, request = message.lookup.key, self.requests[message.lookup.request]
         state = self._go_on(self._find(key, request.search), key, request)
         if state is None:
@@ -135,7 +135,7 @@ class Lookups:
         self.reply(state)
 
     def lookup_prefix(self, message: m.LookupPrefix) -> None:
-        """Answer with the keys' states, as far as nothing must be evicted for them."""
+        """Reply with the keys' states, up to the first that would need an eviction."""
         states: list[BlockState] = []
         request = self.requests.get(message.request)
         if request is None:
@@ -175,7 +175,7 @@ class Lookups:
         self.reply(states)
 
     def _weigh(self, message: m.LookupPrefix, request: Request, first: int) -> None:
-        """Decide what the request loads of the keys from the ``first`` on, if it can be told."""
+        """Decide what the request loads of the keys from ``first`` on, if possible yet."""
         place = message.place
         assert place is not None, "a decision is taken where the keys' place is told"
         start = place.first_token + first * place.chunk_tokens
@@ -187,9 +187,9 @@ class Lookups:
         self.reply({} if request is None else dict(request.sources))
 
     def _go_on(self, tier: int, key: Key, request: Request) -> BlockState | None:
-        """Return the state of a key that has no slot, after what ``find`` said of it.
+        """Return the state of a key that has no slot, given the result of ``find``.
 
-        Begin to promote it from a tier. None: there must be a free slot first.
+        Begin to promote it if a tier has it. None: a slot must be freed first.
         """
         if tier == NOWHERE:
             return ABSENT

@@ -1,11 +1,11 @@
-"""Which peers of a tier are given requests: a breaker for each address that fails.
+"""Decides which peers of a tier are given work: a breaker for each address that fails.
 
 Part of a link's actor. A request-scoped tier may load from many engines, each at its own address.
-One that is dead or stopped costs the requests that name it, and no others: its failures open a
-breaker of its own. For the tier a peer whose breaker opens is one failure, which a success of any
-other peer takes back. So the tier is left alone only if several peers fail and none does any work.
+A dead or stopped engine affects only the requests that name it: its failures open a breaker of its
+own. For the tier, a peer whose breaker opens counts as one failure, which a success of any other
+peer cancels. So the tier's breaker opens only if several peers fail and none does any work.
 
-Addresses come with requests, from anybody, so only those that have failed are kept, and few.
+Addresses come with requests, from any client, so only those that have failed are kept, and few.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PEERS_MAX: Final = 256
-"""Breakers that are kept: behind these, the one that has been kept for longest is forgotten."""
+"""Limit on breakers kept: beyond it, the one that has been kept for longest is forgotten."""
 
 
 class PeerHealth:
@@ -34,20 +34,20 @@ class PeerHealth:
         return any(each.state is BreakerState.OPEN for each in self._failing.values())
 
     def allows(self, work: Work, peer: str) -> bool:
-        """Tell whether a piece of work may be sent. A peer that loads nothing is asked nothing."""
-        if not self._failing:  # as it mostly is: this is asked for each job and each probe
+        """Return whether a piece of work may be sent. A peer that fails loads is not probed."""
+        if not self._failing:  # the usual case: this is called for each job and each probe
             return True
         both = (self._failing.get((peer, each)) for each in (work, Work.LOAD))
         return all(each is None or each.has_turn for each in both)
 
     def on_sent(self, work: Work, peer: str) -> None:
-        """Note that a piece of work is sent. It may be the one that is tried."""
+        """Note that a piece of work is sent. It may be the trial of a breaker."""
         breaker = self._failing.get((peer, work))
         if breaker is not None:
             breaker.try_acquire()
 
     def succeeded(self, work: Work, peer: str) -> bool:
-        """Note that a peer did some work. True: it is back."""
+        """Note that a peer did some work. True: it has recovered."""
         breaker = self._failing.get((peer, work))
         if breaker is None:
             return False
@@ -71,16 +71,16 @@ class PeerHealth:
         return was is BreakerState.CLOSED and breaker.state is BreakerState.OPEN
 
     def showed_nothing(self, work: Work) -> None:
-        """Note that all that was sent ended without a success or a failure: try again."""
+        """Note that all work sent ended without a success or a failure: try again."""
         for (_, kind), breaker in self._failing.items():
             if kind is work:
                 breaker.showed_nothing()
 
     def pass_time(self, now: float) -> None:
-        """Begin trials whose pause is over."""
+        """Begin the trials of breakers whose pause is over."""
         for breaker in self._failing.values():
             breaker.pass_time(now)
 
     def forget(self) -> None:
-        """Trust all of them."""
+        """Trust all peers again."""
         self._failing.clear()

@@ -1,8 +1,8 @@
-"""What the engine and the tiers have to do for requests that were decided for before another one.
+"""Tracks the work that engine and tiers still have to do for requests decided on earlier.
 
-Part of the primary tier's actor. Nobody tells when vLLM has computed a request, and which of a
-request's blocks a tier has to load may not be known yet. So it is what was decided, for as long
-as it should take by what was expected then: what became of it does not matter for long.
+Part of the primary tier's actor. vLLM does not report when it has computed a request, and it may
+not be known yet which of a request's blocks a tier has to load. So a decision counts as work for as
+long as it was expected to take when it was made: its real outcome does not matter for long.
 
 Times are seconds of the runtime's clock.
 """
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from kvtier.engine.requests import Request
 
 LOADING_MAX: Final = 64
-"""So many requests that load are looked at, the oldest: a decision must be quick."""
+"""Limit on loading requests considered, the oldest: a decision must be quick."""
 
 
 class PrefillBacklog:
-    """Knows what was decided for requests that have no first token yet."""
+    """Tracks the decisions for requests that have no first token yet."""
 
     def __init__(self) -> None:
-        self._computed_at = 0.0  # by then the engine has computed what was decided on
+        self._computed_at = 0.0  # when the engine will have computed all that was decided
         self._loaded_at: dict[Request, float] = {}
-        self._owed: dict[int, tuple[int, float]] = {}  # by tier: blocks to load, and when that was
+        self._owed: dict[int, tuple[int, float]] = {}  # by tier: blocks to load, and as of when
 
     def outlook(
         self, request: Request, rates: Rates, costs: Mapping[int, LoadCost], now: float
     ) -> Estimates:
-        """Return what a decision for ``request`` has to reckon with."""
+        """Return the estimates that a decision for ``request`` is based on."""
         waiting = {each: at for each, at in self._loaded_at.items() if at > now and each.is_weighed}
         waiting.pop(request, None)
         self._loaded_at = waiting
@@ -55,7 +55,7 @@ class PrefillBacklog:
     def add(
         self, request: Request, cut: Cut, compute_s: float, outlook: Estimates, now: float
     ) -> None:
-        """Have later decisions reckon with this one, of which ``compute_s`` are computed."""
+        """Count this decision for later ones: the engine computes for ``compute_s`` of it."""
         if cut.blocks:
             self._loaded_at[request] = now + cut.load_s
         for tier, count in cut.counts:

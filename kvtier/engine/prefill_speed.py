@@ -1,21 +1,21 @@
-"""How fast the engine computes prompts, learnt from its own steps.
+"""Estimates how fast the engine computes prompts, from its own steps.
 
-A step that computes ``n`` tokens of a request behind ``c`` that it has costs about::
+A step that computes ``n`` tokens of a request with ``c`` tokens already computed costs about::
 
     constant + linear * n + quadratic * (n² + 2 n c)
 
 seconds: weights are applied to each token, and each token attends to all before it. All
-three parts are fitted to steps by least squares with exponential forgetting, and none may
+three terms are fitted to steps by least squares with exponential forgetting, and none may
 be negative (Lawson and Hanson, *Solving Least Squares Problems*, chapter 23; with three
-parameters each subset of them is tried). Steps that compute no prompt tell nothing: an engine
-that has nothing to do seems to take long for one. ``n² + 2 n c`` is ``(n + c)² - c²``, so a prompt
-costs the same in one step as in many, but for the constant, which each step adds.
+parameters each subset of them is tried). Steps that compute no prompt are ignored: an idle engine
+seems to take long for one. ``n² + 2 n c`` is ``(n + c)² - c²``, so a prompt costs the same in one
+step as in many, except for the constant, which each step adds.
 
-Which interval between two steps was the time of which step is found out: an engine may
-schedule a step while the one before it runs (async scheduling). So both readings of the
-intervals are fitted, and the one that lately foretold them best counts.
+An engine may schedule a step while the one before it runs (async scheduling), so it is not known
+beforehand which interval between two steps was the time of which step. Both readings of the
+intervals are fitted, and the one with the best recent predictions counts.
 
-Given ``tokens_per_s``, that is what counts, and nothing is learnt.
+Given ``tokens_per_s``, that rate counts, and nothing is learnt.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from typing import Final, NamedTuple, TypeAlias
 from kvtier.engine.changes import ChangeDetector, bounded
 
 FORGETTING: Final = 0.9
-"""What a step's weight is multiplied by for each later one."""
+"""Factor on a step's weight for each later step."""
 
 LAG_MAX: Final = 1
 """In steps: with async scheduling, a step's time is seen one interval later."""
 
 SMALL_SHARE: Final = 1 / 8
-"""Of the most that a step computed lately. What steps of less take is mostly the constant, and
-would be taken for a change of all three: then a long prompt would seem to cost no more."""
+"""Share of the largest recent step. The time of a smaller step is mostly the constant, and would
+be taken for a change of all three terms: then a long prompt would seem to cost no more."""
 
 ALIKE: Final = 0.01
-"""Two readings that foretell so well are as good: while all steps are alike, both may be."""
+"""Readings with smaller errors count as equal: while all steps are alike, both may be right."""
 
 OBSERVATIONS_MIN: Final = 3
-"""From so many steps that computed prompts on, the fit counts."""
+"""Number of steps that computed prompts from which on the fit counts."""
 
 _TOKENS: Final = 1e3  # features are scaled, so that sums of squares keep their digits
 _ATTENTION: Final = 1e6
@@ -52,7 +52,7 @@ _SUBSETS: Final = ((0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,))
 
 
 class Foretold(NamedTuple):
-    """What was expected of a step, and what it took, in seconds."""
+    """The expected and the actual time of a step."""
 
     expected_s: float
     seconds: float
@@ -63,22 +63,22 @@ def _features(tokens: int, attention: int) -> _Features:
 
 
 class PrefillSpeed:
-    """Of one engine."""
+    """The prefill speed of one engine."""
 
     def __init__(self, tokens_per_s: float | None = None) -> None:
         self._configured = tokens_per_s
         self._fits = [_Fit() for _ in range(LAG_MAX + 1)]  # by lag, in steps
-        self._before = [(0, 0)] * LAG_MAX  # what the steps before computed, the last one first
+        self._before = [(0, 0)] * LAG_MAX  # tokens and attention of the steps before, latest first
         self._observed = 0
         self._tokens_max = 1.0
 
     def step(self, tokens: int, attention: int, seconds: float | None) -> Foretold | None:
-        """Learn from a step: what was computed, and ``seconds`` since the step before.
+        """Learn from a step: the work it computed, and ``seconds`` since the step before.
 
-        ``tokens``: of prompts, computed; ``attention``: the sum of ``n² + 2 n c`` over requests.
-        ``seconds`` is None where the engine had nothing to do for some of it. Steps come in
-        order. Left out may be those that compute no prompt, after ``LAG_MAX`` of them.
-        Returns what was expected of the step that has ended now, if it computed a prompt.
+        ``tokens``: prompt tokens computed; ``attention``: the sum of ``n² + 2 n c`` over requests.
+        ``seconds`` is None if the engine was idle for some of that time. Steps come in order.
+        Steps that compute no prompt may be left out, after ``LAG_MAX`` of them.
+        Returns the prediction for the step that has ended now, if it computed a prompt.
         """
         if self._configured is not None:
             return None
@@ -102,7 +102,7 @@ class PrefillSpeed:
 
     @property
     def is_known(self) -> bool:
-        """Whether ``seconds`` has an answer."""
+        """Whether ``rates`` can return an estimate."""
         return self._configured is not None or self._observed >= OBSERVATIONS_MIN
 
     def rates(self) -> tuple[float, float] | None:
@@ -128,15 +128,15 @@ class _Fit:
     """One reading of the steps: features, and the seconds that they took."""
 
     def __init__(self) -> None:
-        self.error = 0.0  #: of what it foretold lately: a logarithm
+        self.error = 0.0  #: of recent predictions: a logarithm
         self._has_foretold = False
-        self._subset: tuple[int, ...] = _SUBSETS[0]  # of the parts that were above 0, lately
+        self._subset: tuple[int, ...] = _SUBSETS[0]  # terms above 0 in the last solution
         self._changes = ChangeDetector()
         self._forget()
 
     @property
     def doubt(self) -> float:
-        """How far off it lately was. One that had nothing to foretell is no match for another."""
+        """Error of its recent predictions; infinite for a fit that has predicted nothing yet."""
         return max(self.error, ALIKE) if self._has_foretold else inf
 
     def _forget(self) -> None:
@@ -163,7 +163,7 @@ class _Fit:
         self._add(features, seconds)
 
     def _add(self, features: _Features, seconds: float) -> None:
-        weight = 1 / seconds  # so that errors count in proportion, and long steps no more
+        weight = 1 / seconds  # so errors count in proportion: long steps count no more
         self._weights = FORGETTING * self._weights + 1
         for row, feature in enumerate(features):
             weighted = weight * feature
@@ -174,12 +174,12 @@ class _Fit:
         self._solved = None
 
     def expected(self, features: _Features) -> float:
-        """Return what a step takes."""
+        """Return the expected seconds of a step."""
         solved = self.coefficients()
         return max(_SECONDS_MIN, sum(c * x for c, x in zip(solved, features, strict=True)))
 
     def coefficients(self) -> tuple[float, float, float]:
-        """Return the best three that are at least 0."""
+        """Return the best three coefficients that are at least 0."""
         if self._solved is None:
             self._solved = self._best()
         return self._solved
@@ -197,7 +197,7 @@ class _Fit:
         return min(candidates, key=self._residual, default=(0.0, 0.0, 0.0))
 
     def _is_best(self, found: _Features, subset: tuple[int, ...]) -> bool:
-        """Tell whether none of the parts that are 0 would better be more (Karush-Kuhn-Tucker)."""
+        """Return whether no zero coefficient would fit better above 0 (Karush-Kuhn-Tucker)."""
         a, b, c = found
         for row in (0, 1, 2):
             if row not in subset:
@@ -207,7 +207,7 @@ class _Fit:
         return True
 
     def _residual(self, found: _Features) -> float:
-        """Return the sum of squared errors, but for a part that is the same for all."""
+        """Return the sum of squared errors, less a term that is the same for all candidates."""
         fitted = sum(
             found[row] * found[column] * self._squares[row][column]
             for row in range(3)
@@ -216,7 +216,7 @@ class _Fit:
         return fitted - 2 * sum(a * b for a, b in zip(found, self._products, strict=True))
 
     def _solve(self, subset: tuple[int, ...]) -> _Features | None:
-        """Solve the normal equations for some of the three; None: not all at least 0."""
+        """Solve the normal equations for a subset; None: singular, or a solution below 0."""
         rows = [
             [*(self._squares[row][column] for column in subset), self._products[row]]
             for row in subset

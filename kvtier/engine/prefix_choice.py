@@ -1,8 +1,8 @@
-"""Where to cut a prefix of several KV-cache groups: see ``kvtier/engine/load_decision.py``.
+"""Decides where to cut a prefix of several KV-cache groups (``kvtier/engine/load_decision.py``).
 
-A prefix of so many tokens needs blocks of all groups up to there: with full attention all of
-them, with a window the last ones. Cuts are tried where a group's blocks change
-from one place to another, and the whole.
+A prefix of ``n`` tokens needs blocks of all groups up to token ``n``: with full attention every
+block, with a window the last ones. Cuts are tried where a group's blocks change from one place to
+another, and at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
 
 CUTS_MAX: Final = 16
-"""Places to cut at that are tried; of more, the last ones."""
+"""Limit on cuts that are tried; of more, the last ones."""
 
 
 def best_prefix(
@@ -30,9 +30,9 @@ def best_prefix(
     first_token: int,
     outlook: Estimates,
 ) -> Cut:
-    """Return the best cut of a prefix of ``tokens``; its ``keys`` are tokens, 0 for none.
+    """Return the best cut of a prefix of ``tokens``; its ``keys`` count tokens, 0 for none.
 
-    ``where``: the tier that has a block, or ``FREE``. ``first_token``: those before it the GPU has.
+    ``where``: the tier that has a block, or ``FREE``. ``first_token``: the GPU has those before.
     """
     rates = outlook.rates
     ends = [first_token]
@@ -60,7 +60,7 @@ def best_prefix(
 
 
 def _changes(groups: Sequence[GroupKeys], tokens: int, where: Callable[[Key], int]) -> list[int]:
-    """Return the tokens before which a group without a window changes from place to place."""
+    """Return the tokens before which the blocks of a group without a window change place."""
     found: set[int] = set()
     for group in groups:
         if group.window is None:
@@ -79,9 +79,9 @@ def _load(
     where: Callable[[Key], int],
     outlook: Estimates,
 ) -> tuple[float, dict[int, int]] | None:
-    """Return what loading a prefix takes, and how many blocks of it are in each tier.
+    """Return the seconds to load a prefix, and how many blocks of it are in each tier.
 
-    None: not all that it needs is anywhere.
+    None: a block that it needs is nowhere.
     """
     counts: dict[int, int] = {}
     for group in groups:

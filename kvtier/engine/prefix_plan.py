@@ -1,10 +1,10 @@
-"""How long a prefix of tokens may be, across KV-cache groups, for the room there is.
+"""Finds the longest prefix of tokens, across KV-cache groups, that fits the room.
 
 A model with several groups needs the blocks of all of them up to one token:
 with full attention every block of the prefix, with a sliding window (or a
-recurrent state) the last ones. So blocks are judged together, by the token
+recurrent state) the last ones. So blocks are considered together, by the token
 that each ends at. One group at a time would fill the room with blocks of the
-first, and serve nothing.
+first group, and serve no prefix.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class Prefix(NamedTuple):
 
 
 class Unknown(Exception):
-    """Raised by ``cost`` for a block that tiers are being asked for."""
+    """Raised by ``cost`` for a block that tiers are being probed for."""
 
 
 class _Prices:
-    """What one group's blocks cost, each asked for once."""
+    """The costs of one group's blocks, each computed once."""
 
     def __init__(self, group: GroupKeys, cost: Callable[[Key], int | None]) -> None:
         self.group = group
         self._cost = cost
         self._known: dict[Key, int | None] = {}
-        self._sums = [0]  # of the first blocks, up to one that can't be had
+        self._sums = [0]  # of the first blocks, up to one that is unavailable
         self._is_whole = group.window is None
 
     def of(self, tokens: int) -> int | None:
-        """Return what the blocks needed for ``tokens`` cost; None: they can't be had."""
+        """Return the cost of the blocks needed for ``tokens``; None: one is unavailable."""
         needed = self.group.needed(tokens)
         if needed is None:
             return None
@@ -73,7 +73,7 @@ def longest_prefix(
 ) -> Prefix | None:
     """Return the longest prefix whose blocks cost at most ``room``; None if not even one fits.
 
-    ``cost`` of a block: None where it can't be had.
+    ``cost`` of a block: None if it is unavailable.
     """
     prices = [_Prices(group, cost) for group in sorted(groups, key=_has_window)]
     ends = sorted({end for group in groups for end in group.ends}, reverse=True)
@@ -101,10 +101,10 @@ def _by_position(groups: Sequence[GroupKeys], parts: Sequence[tuple[Key, ...]]) 
 def storable(
     wanted: Sequence[Key], keys: Sequence[Key], cuts: Sequence[int] | None, room: int
 ) -> int:
-    """Return how many of ``wanted``, from the first on, a store in so many slots may take.
+    """Return how many of ``wanted``, from the first on, a store into ``room`` slots may take.
 
     ``wanted`` are some of ``keys``, in order. ``cuts``: how many of ``keys`` may
-    be stored without those behind them, growing; None: any number.
+    be stored without those behind them, ascending; None: any number.
     """
     if room >= len(wanted) or cuts is None:
         return min(room, len(wanted))

@@ -1,10 +1,10 @@
-"""Lookups and promotions for requests whose keys belong to several KV-cache groups.
+"""Handles lookups and promotions of requests whose keys belong to several KV-cache groups.
 
-Part of the primary tier's actor. A survey tells where blocks are, and promotes
-none. Once the caller knows from it what it needs, one reservation promotes
-and leases all blocks of a prefix that fits the room, and then none are
-promoted for that request until its decision has ended. So a request holds all
-that it waits for, or nothing, and two can't starve one another.
+Part of the primary tier's actor. A survey returns where blocks are, and promotes
+none. Once the caller knows which blocks it needs, one reservation promotes
+and leases all blocks of a prefix that fits the room. No more are promoted for
+that request until its decision has ended. So a request holds all the blocks
+that it waits for, or none, and two requests can't starve one another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
 
 REFUSED: Final = 0
-"""As a request's ``reserved``: there was no room. It is told once, and may then try again."""
+"""Value of ``reserved`` if there was no room: reported once, then the request may try again."""
 
 
 class PrefixReservations:
@@ -57,7 +57,7 @@ class PrefixReservations:
         self._requests = lookups.requests
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return what is done for each message that the primary tier leaves to this."""
+        """Return the handler of each message type that the primary tier delegates to this."""
         return {
             Survey: self.survey,
             ReservePrefix: self.reserve,
@@ -65,7 +65,7 @@ class PrefixReservations:
         }
 
     def survey(self, message: Survey) -> None:
-        """Answer with the key's state; FILLING also for what a tier has and may be reserved."""
+        """Reply with the key's state; FILLING also if a tier has it and it may be reserved."""
         key = message.key
         request = self._requests.get(message.request)
         slot = self._slot_of.get(key)
@@ -88,7 +88,7 @@ class PrefixReservations:
         self.reply(state)
 
     def reserve(self, message: ReservePrefix) -> None:
-        """Promote and lease a prefix across groups; answer with its tokens, 0 for none."""
+        """Promote and lease a prefix across groups; reply with its tokens, 0 for none."""
         request = self._requests.get(message.request)
         if request is None or request.reserved is not None:
             if request is not None and request.reserved == REFUSED:
@@ -106,7 +106,7 @@ class PrefixReservations:
             )
             if kept < prefix.tokens:
                 if kept:
-                    self.reserve(message)  # what is behind the cut is nowhere now
+                    self.reserve(message)  # blocks behind the cut are nowhere now
                 else:
                     self.reply(0)
                 return
@@ -117,7 +117,7 @@ class PrefixReservations:
         self._reserve(prefix, request)
 
     def reserve_after_eviction(self, message: ReserveAfterEviction) -> None:
-        """Promote and lease what there is room for now: perhaps less than was wanted."""
+        """Promote and lease the prefix that now fits: perhaps a shorter one than before."""
         call, room, free = message.reserve, self._promotions.room(), self._slots.free_count()
         request = self._requests[call.request]
         try:
@@ -160,7 +160,7 @@ class PrefixReservations:
             return None if tier == NOWHERE else 1
 
         prefix = longest_prefix(message.groups, cost, room if free is None else min(room, free))
-        if prefix is not None and free is not None:  # what it leases must fit too
+        if prefix is not None and free is not None:  # the blocks that it leases must fit too
             wanted = sum(
                 key not in slot_of
                 or (self._slots.is_ready(slot_of[key]) and slot_of[key] not in leased)

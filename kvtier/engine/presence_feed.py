@@ -1,12 +1,12 @@
-"""What a link tells of its tier's contents: to the primary tier, and as KV events.
+"""Publishes changes of a tier's contents: to the primary tier, and as KV events.
 
-Part of a link's actor. What is about a generation that the engine has left says nothing about
-what can be found now. What others may evict is believed in for a while only
-(``kvtier/engine/connection.py``).
+Part of a link's actor. Changes of a generation that the engine has left are dropped: they do not
+show which blocks can be found now. Blocks that others may evict are assumed present for a limited
+time only (``kvtier/engine/connection.py``).
 
-A purge, an expiry or a folder that vanished takes hundreds of thousands of blocks at once. A step
-passes on some of them. The rest waits, and whatever comes after it waits behind it: a block that
-is stored again meanwhile would else be taken for gone in the end, and the reverse.
+A purge, an expiry or a folder that vanished removes hundreds of thousands of blocks at once. A step
+reports some of them. The rest waits, and so does every later change behind it. Otherwise a block
+that is stored again meanwhile would be taken for gone in the end, or the reverse.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
 
 GONE_A_STEP: Final = 1024
-"""So many blocks, and the rest of a message, leave a tier in a step: some milliseconds for all that
-follows from it."""
+"""Limit on removed blocks reported in a step, besides the rest of a message: some milliseconds,
+with all the work that follows."""
 
 
 class _Change(NamedTuple):
-    """What a tier has, or has no longer. ``learned``: what the primary tier makes of it."""
+    """Blocks a tier has gained or lost. ``learned``: the message for the primary tier."""
 
     added: Sequence[Key]
     removed: Sequence[Key]
@@ -42,7 +42,7 @@ class _Change(NamedTuple):
 
 
 class PresenceFeed:
-    """Of one tier."""
+    """The presence feed of one tier."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class PresenceFeed:
         keys_max: int,
         collects: bool,
     ) -> None:
-        """``number``: the tier's. ``keys_max``: how many are believed in for a while."""
+        """``number``: the tier's. ``keys_max``: limit on keys assumed present for a time."""
         self._number = number
         self._connection = connection
         self._primary = primary
         self._events = EventLog(number, collects=collects)
         self._presence = FadingPresence(keys_max)
-        self._tells_by_itself = False  # what it gains and loses
+        self._tells_by_itself = False  # the backend reports what it gains and loses
         self._request_scoped = False
         self.since = 0  #: the epoch in which the generation began
         self._now = 0.0
@@ -67,7 +67,7 @@ class PresenceFeed:
         self.gone_a_step = self._gone_left = GONE_A_STEP
 
     def set_traits(self, traits: BackendTraits) -> None:
-        """Learn what the tier's backend is like."""
+        """Apply the traits of the tier's backend."""
         self._tells_by_itself = traits.capacity_blocks is not None
         self._request_scoped = traits.request_scoped
         if not self._tells_by_itself:
@@ -75,37 +75,37 @@ class PresenceFeed:
         self._presence.last(traits.presence_ttl_s)
 
     def begin_generation(self, since: int) -> None:
-        """Note that nothing from before is to be found again."""
+        """Note that no block from before can be found again."""
         self.since = since
         self._presence.forget()
         self.cleared()
 
     def cleared(self) -> None:
-        """Tell that nothing is found in the tier for now."""
+        """Report that no block can be found in the tier for now."""
         self._untold.clear()
         self._events.add(EventKind.CLEARED)
 
     @property
     def untold(self) -> int:
-        """How many messages of its contents wait for a step."""
+        """How many changes wait for a later step."""
         return len(self._untold)
 
     def drain_events(self) -> list[Event]:
-        """Return what happened since the last time."""
+        """Return the events since the last call."""
         return self._events.drain()
 
     def changed(self, message: m.PresenceChanged) -> None:
-        """Pass on what the tier tells of its own accord."""
+        """Pass on changes that the tier reports by itself."""
         if message.since == self.since:
             self._learned(message.added, message.removed)
 
     def stored(self, keys: tuple[Key, ...], epoch: int) -> None:
-        """Note what the tier has stored, of blocks that were sent in that epoch."""
+        """Note the blocks that the tier has stored, which were sent in that epoch."""
         if keys and epoch >= self.since and not self._request_scoped:
             self._learned(keys, ())
 
     def answered(self, probe: Probe, present: Sequence[bool]) -> None:
-        """Take an answer for what the tier has now, whoever still waits for it."""
+        """Use a probe's answer for the tier's contents, even if no request waits for it."""
         if probe.since != self.since or self._tells_by_itself or self._request_scoped:
             return
         answers = list(zip(probe.keys, present, strict=True))
@@ -118,9 +118,9 @@ class PresenceFeed:
             self._tell_in_turn(_Change(there, gone, learned))
 
     def pass_time(self, now: float) -> None:
-        """Tell more of what waits, and believe in nothing for too long that others may evict.
+        """Report more waiting changes, and stop assuming blocks that others may have evicted.
 
-        That is no removal.
+        The latter is not a removal.
         """
         self._now = now
         self._gone_left = self.gone_a_step
@@ -131,19 +131,19 @@ class PresenceFeed:
             self._primary.post(m.PresenceLearned(self._number, (), faded, self.since))
 
     def on_server_lost(self) -> None:
-        """Forget what was there, if what comes back may have been begun anew."""
+        """Forget the tier's contents if the server may have been restarted empty."""
         if not self._tells_by_itself:
             self.cleared()
             self.forget()
 
     def forget(self) -> None:
-        """Believe in nothing that the tier had before; what is there is asked for."""
+        """Assume none of the tier's earlier contents; blocks are probed for again."""
         self._presence.forget()
         self._primary.post(m.TierForgotten(tier=self._number))
 
     def _learned(self, added: tuple[Key, ...], removed: tuple[Key, ...]) -> None:
         if not (self._connection.is_up or self._tells_by_itself):
-            added = ()  # stored before the server was lost, perhaps with all it had
+            added = ()  # stored before the server was lost, perhaps with its contents
         learned = m.PresenceLearned(self._number, added, removed, self.since)
         self._tell_in_turn(_Change(added, removed, learned))
 

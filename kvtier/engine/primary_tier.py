@@ -1,16 +1,16 @@
-"""The primary tier: what is in host memory, who reads it, what fills it.
+"""The primary tier: the blocks in host memory, their readers and their writers.
 
 The actor at the heart of the engine cell. ``lookup``'s None and the pins of a
-block are nothing but states of its slot (``kvtier/engine/slot_table.py``), moved from here.
+block are just states of its slot (``kvtier/engine/slot_table.py``), moved from here.
 
 Rules that are not rows of a table:
 
-- A block that a lookup called READY is not evicted before the step ends, so
+- A block that a lookup reported READY is not evicted before the step ends, so
   that ``prepare_load()`` in the same step succeeds.
 - A block promoted for a request is leased to it: not evicted before the
   request reads it, is scheduled, finishes, or lets ``lease_timeout_s`` pass.
-- Promotions hold at most all slots but a reserve, so that stores go on.
-- Which tier has a block is ``kvtier/engine/tier_directory.py``'s to know.
+- Promotions leave a reserve of slots, so that stores go on.
+- ``kvtier/engine/tier_directory.py`` tracks which tiers have a block.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class PrimaryTier(Actor):
         reply: Callable[[object], None],
         collect_events: bool,
     ) -> None:
-        """``gates``: those of tiers that don't take every block, by the tier's number."""
+        """``gates``: of tiers that don't take every block, by the tier's number."""
         self.policy = policy
         self.links = links
         self.log = log
         self.reply = reply
         self._policies = [policy, *gates.values()]  # of eviction and of admission
         self.counts = PrimaryCounts()
-        self.allocation_sizes: Observed[int] = Observed()  #: blocks wanted, one a store
+        self.allocation_sizes: Observed[int] = Observed()  #: blocks wanted by each store
         self._events = EventLog(PRIMARY, collects=collect_events)
         self._filter = StoreFilter.if_wanted(config.store_threshold, config.max_tracker_size)
         self.slots = SlotTable(config.slot_count)
@@ -106,7 +106,7 @@ class PrimaryTier(Actor):
         self._arrivals = LoadCompletions(*books, self._became_ready, self._not_filled)
         self.epoch = 0  #: how many resets there were
         self._since = 0  # the epoch in which the generation of weights began
-        self._policy_time = 0.0  # what the policy was told last
+        self._policy_time = 0.0  # the last time sent to the policies
         super().__init__("primary", self._all_handlers())
 
     def _all_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
@@ -156,7 +156,7 @@ class PrimaryTier(Actor):
         return self.slots.statistics(self.promotions.held_slots, len(self._requests), self.counts)
 
     def audit(self) -> PrimaryAudit:
-        """Return all that is kept here, frozen. For tests and diagnosis: it costs O(n)."""
+        """Return the whole state, frozen. For tests and diagnosis: it costs O(n)."""
         return PrimaryAudit(
             self.slots.audit(),
             self.promotions.audit(),
@@ -170,7 +170,7 @@ class PrimaryTier(Actor):
         )
 
     def drain_events(self) -> list[Event]:
-        """Return what happened since the last time; of what lapsed, only what nothing fills."""
+        """Return the events since the last call; LAPSED keys only if they have no slot now."""
         events = self._events.drain()
         for number, event in enumerate(events):
             if event.kind is EventKind.LAPSED:
@@ -236,7 +236,7 @@ class PrimaryTier(Actor):
             self._cascades.note_windows()
         self._lookups.count_of(message.request)
         most = storable(wanted, message.keys, message.cuts, self.slots.count)
-        if not most:  # not even in all slots: later is no better
+        if not most:  # not even in all slots: waiting does not help
             self.counts.stores_dropped += len(wanted)
             self._cascades.lose(wanted)
             self.reply(m.StoreGrant([], [], [], self.epoch))
@@ -245,15 +245,15 @@ class PrimaryTier(Actor):
         elif self._would_cost_deferred(message.request, most):
             self._grant(message.request, wanted, 0, [])  # later is better
         else:
-            # Its own blocks stay: they are the heads of what is stored now.
+            # Its own blocks stay: they are the heads of the blocks stored now.
             is_partly_here = len(wanted) < len(message.keys)
             excluded = frozenset(message.keys if is_partly_here else ())
             self._eviction.make_room(most, StoreAfterEviction(message, wanted), excluded)
 
     def _would_cost_deferred(self, request: RequestId, count: int) -> bool:
-        """Tell whether a store has to evict what a tier has yet to get of the same request.
+        """Return whether a store has to evict deferred blocks of the same request.
 
-        What is stored then would be of no use without that.
+        The stored blocks would be of no use to the tier without those.
         """
         deferred = self._cascades.deferred_of(request)
         loose = self.slots.ready_count() - len(self.slots.pins) - deferred
@@ -289,7 +289,7 @@ class PrimaryTier(Actor):
         return wanted
 
     def _offered_again(self, message: m.PrepareStore) -> None:
-        """Note the use of blocks that are here already; some tiers want them too."""
+        """Record the use of blocks that are here already; some tiers want them too."""
         here = tuple(key for key in message.keys if key in self._slot_of)
         self.policy.post(m.Touched(keys=here, request=message.request))
         whole = self._cascades.of_offered(here) | self.request_tiers.of_offered(
@@ -299,12 +299,12 @@ class PrimaryTier(Actor):
 
     def _complete_store(self, message: m.CompleteStore) -> None:
         keys, fills, request = message.keys, self.slots.gpu_fills, message.request
-        if message.epoch != self.epoch:  # What it wrote is in quarantine.
+        if message.epoch != self.epoch:  # Its slots are in quarantine.
             self.counts.unknown_completions += len(keys)
             return
         slots = self._slots_of(keys)
         owners = list(map(fills.get, slots))
-        if owners.count(request) < len(keys):  # Some never begun.
+        if owners.count(request) < len(keys):  # Some were never begun.
             keys = tuple(key for key, owner in zip(keys, owners, strict=True) if owner == request)
             slots = self._slots_of(keys)
             self.counts.unknown_completions += len(message.keys) - len(keys)
@@ -368,16 +368,16 @@ class PrimaryTier(Actor):
         self.slots.unpin(message.slots)
         self._unhold(message.keys, message.slots)
 
-    # --- fills that come to nothing, and leases ---
+    # --- failed fills, and leases ---
 
     def _fill_failed(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
-        """Free slots whose writer has let go before it was done."""
+        """Free slots that their writer has released before filling them."""
         for slot in slots:
             self.slots.fail_fill(slot)
         self._not_filled(keys)
 
     def _not_filled(self, keys: Sequence[Key]) -> None:
-        """Make keys ABSENT whose fill came to nothing."""
+        """Make keys ABSENT whose fill has failed."""
         for key in keys:
             self.slots.unbind(key)
             self._cascades.forget(key)
@@ -390,7 +390,7 @@ class PrimaryTier(Actor):
         self._unhold(*self.promotions.end_leases(request, keys))
 
     def _unhold(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
-        """Tell the policy which of ``keys`` may be evicted now."""
+        """Notify the policy which of ``keys`` may be evicted now."""
         loose = keys
         if not self.slots.are_evictable(slots):
             both = zip(keys, slots, strict=True)
@@ -399,7 +399,7 @@ class PrimaryTier(Actor):
             self.policy.post(m.Unheld(tuple(loose)))
 
     def _slots_of(self, keys: Sequence[Key]) -> list[int]:
-        """Return the slot of each key, whatever it is in; None, which is nobody's, for no slot."""
+        """Return each key's slot, in any state; None, which is never a slot, for no slot."""
         return cast("list[int]", list(map(self._slot_of.get, keys)))
 
     # --- requests ---
@@ -429,7 +429,7 @@ class PrimaryTier(Actor):
                 self._end_reservations(name, request)
 
     def _end_reservations(self, name: RequestId, request: Request) -> None:
-        """End what is reserved for a request that waits for nothing any more."""
+        """End all reservations for a request that no longer waits."""
         self._fill_failed(*self.promotions.call_off(name))
         tiers = self.promotions.tiers_asked_for(name)
         unwanted = self._directory.stop_waiting(name)
@@ -455,7 +455,7 @@ class PrimaryTier(Actor):
             self._policy_time = now
             for policy in self._policies:
                 policy.post(m.Tick(now=now))
-        # First of all: links count deadlines from the last Tick, which may be long ago.
+        # Before all else: links count deadlines from the last Tick, which may be long ago.
         for link in self.links:
             link.post(m.Tick(now=now))
         for request in self.promotions.expired():
@@ -483,14 +483,14 @@ class PrimaryTier(Actor):
         self.policy.post(m.Cleared())
         self._events.add(EventKind.CLEARED)
 
-    # --- what links say ---
+    # --- reports of links ---
 
     def _presence_learned(self, message: m.PresenceLearned) -> None:
         if message.since == self._since:
             self._directory.learn(message.tier, message.added, message.removed)
 
     def _link_failed(self, message: m.LinkFailed) -> None:
-        """Give up all that the tier was to fill; nobody will say when it lets go."""
+        """Give up all fills from the tier; its release of the slots will never be reported."""
         self._cascades.cut_off(message.tier)
         self._directory.set_usable(message.tier, usable=False)
         self._directory.give_up(message.tier)

@@ -1,8 +1,8 @@
-"""The probes of one tier: asked, answered, or answered for when the tier does not answer.
+"""Sends the probes of one tier, and ends them as misses if the tier does not answer.
 
-Part of a link's actor. As with loads, the tier is given no more than it answers soon
-(``kvtier/engine/transfer_times.py``); the rest waits (``kvtier/engine/waiting_probes.py``). A
-probe that nobody waits for is remembered: its answer may come yet, and says what the tier has.
+Part of a link's actor. As with loads, the tier is sent no more than it can answer soon
+(``kvtier/engine/transfer_times.py``); the rest waits (``kvtier/engine/waiting_probes.py``). A probe
+without waiters is remembered: its answer may still come, and shows which blocks the tier has.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from kvtier.settings.runtime_config import RuntimeConfig
 
 FIRST_KEYS: Final = 128
-"""What a tier is asked of which nothing is known: at 5 ms a key, on one thread, that is 0.6 s."""
+"""Keys first sent to a tier of unknown speed: at 5 ms a key, on one thread, that is 0.6 s."""
 
 PART_KEYS_MIN: Final = 16
-"""A smaller part of a question costs more than what others gain that wait for their turn."""
+"""A smaller part of a question costs more than the waiting questions gain from it."""
 
 
 class Probes:
-    """Of one tier."""
+    """The probes of one tier."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Probes:
         primary: Mailbox,
     ) -> None:
         """``number``: the tier's."""
-        self.seconds: Observed[float] = Observed()  #: from asking until the answer
+        self.seconds: Observed[float] = Observed()  #: from sending until the answer
         self._number = number
         self._time = health.time
         self._wait_s = config.wait_timeout_s
@@ -63,51 +63,51 @@ class Probes:
         self._under_way = InFlight(health.time, FIRST_KEYS, config.tiers[number].probe_timeout_s)
         self._times = self._under_way.times
         self._awaited: dict[int, Probe] = {}
-        self._late: dict[int, Probe] = {}  # the last of them
+        self._late: dict[int, Probe] = {}  # only the latest
         self._mark = b""  # of the generation
 
     def __len__(self) -> int:
-        """Return how many are at the tier, and somebody waits for."""
+        """Return how many probes at the tier are awaited."""
         return len(self._awaited)
 
     @property
     def waiting(self) -> int:
-        """How many questions were not asked to their end."""
+        """How many questions still have unsent keys."""
         return self._waiting.unasked()
 
     @property
     def is_under_way(self) -> bool:
-        """Whether any waits, or is at the tier."""
+        """Whether any question waits, or any probe is at the tier."""
         return bool(self._waiting) or not self._under_way.is_idle
 
     @property
     def awaited(self) -> frozenset[int]:
-        """The numbers of those that somebody waits for."""
+        """The numbers of the probes that a request waits for."""
         return frozenset(self._awaited)
 
     @property
     def watched(self) -> frozenset[int]:
-        """The numbers of those that would be noticed to be late."""
+        """The numbers of the probes that are watched for lateness."""
         return self._under_way.watched
 
     def set_calls_max(self, calls_max: int) -> None:
-        """Learn how many probes the tier's backend may do at once."""
+        """Set how many probes the tier's backend may do at once."""
         self._times.set_calls_max(calls_max)
 
     def begin_generation(self, mark: bytes) -> None:
-        """Ask about another generation from now on; of the one before nobody waits for answers."""
+        """Probe for another generation from now on; answers about earlier ones are not awaited."""
         self._mark = mark
         self._waiting.pop_all()
 
     # --- asking ---
 
     def ask(self, message: m.ProbeKeys) -> None:
-        """Ask the tier, at once or when it has room. If it is sick, it counts as having nothing."""
+        """Probe the tier, at once or when it has room. A failing tier counts as having no block."""
         self._waiting.add(message, self._contents.since, self._time.now)
         self.send_waiting()
 
     def withdraw(self, message: m.Withdraw) -> None:
-        """Do not ask what nobody wants to know any more."""
+        """Do not send probes that no request waits for any more."""
         if message.request is None:
             self._waiting.pop_all()
         elif message.unwanted:
@@ -115,7 +115,7 @@ class Probes:
             self._primary.post(m.ProbesWithdrawn(self._number, keys))
 
     def send_waiting(self) -> None:
-        """Ask the tier what it has room for. If it is sick, nobody waits for it."""
+        """Send the probes that the tier has room for. If it is failing, end all waiting ones."""
         if self._waiting and not self._health.takes(Work.PROBE):
             self._end_waiting()
         while len(self._awaited) < self._probes_max:
@@ -133,7 +133,7 @@ class Probes:
                 self._end_waiting()
                 return
             share = max(PART_KEYS_MIN, self._times.window // len(self._waiting))
-            # A request-scoped tier is asked for all at once.
+            # A request-scoped tier gets all keys at once.
             size = None if question.is_apart else min(room, share)
             self._send(self._waiting.pop_part(question, size), peer)
 
@@ -154,7 +154,7 @@ class Probes:
     # --- answers ---
 
     def answered(self, message: m.ProbeAnswer) -> None:
-        """Take the tier's answer."""
+        """Handle the tier's answer."""
         probe = self._awaited.pop(message.probe, None)
         if probe is None:
             self._answered_late(message)
@@ -182,16 +182,16 @@ class Probes:
         self._under_way.end(message.probe, probe, is_whole=False)
         if len(message.present) == len(probe.keys):
             self._contents.answered(probe, message.present)
-            if not is_judged:  # only its request's patience was over, or it was given no time
+            if not is_judged:  # only its request lost patience, or its process was not run
                 self._health.succeeded(Work.PROBE, probe.peer)
 
     def speed(self) -> TierSpeed | None:
-        """Return how fast the tier answers, if that is known."""
+        """Return how fast the tier answers, if known."""
         return self._times.speed(None)
 
     def pass_time(self) -> None:
-        """Answer for the tier where it is late, or where somebody has waited for long enough."""
-        if not self.is_under_way:  # as it is at most steps
+        """End probes as misses if the tier is late, or if a request has waited long enough."""
+        if not self.is_under_way:  # the case at most steps
             return
         for peer, late, is_stalled in self._under_way.pop_late():
             for number in late:
@@ -204,12 +204,12 @@ class Probes:
             self._awaited[number].leave()
             self._remember(number)
         for number in [n for n, probe in self._awaited.items() if probe.deadline <= now]:
-            self._lose(number)  # the tier may be sound: that is for what watches it to say
+            self._lose(number)  # the tier may be healthy: the stall detector decides
         self._end_unasked(self._waiting.pop_impatient(since))
         self.send_waiting()
 
     def _lose(self, number: int) -> None:
-        """Answer for a tier that is late, if anybody still waits."""
+        """Count a probe as lost, and end it as a miss if it is still awaited."""
         is_awaited = number in self._awaited
         probe = self._awaited[number] if is_awaited else self._late[number]
         if not probe.is_lost:
@@ -220,7 +220,7 @@ class Probes:
             self._remember(number)
 
     def _remember(self, number: int) -> None:
-        """Answer for the tier; should its own answer come, it is learnt."""
+        """End a probe as a miss, but keep it: a late answer is still used."""
         probe = self._late[number] = self._awaited.pop(number)
         while len(self._late) > self._probes_max:
             oldest = next(iter(self._late))
@@ -228,7 +228,7 @@ class Probes:
         self._end(probe)
 
     def end_all(self) -> None:
-        """Answer for a tier that will not: it has nothing of what it was asked for."""
+        """End all probes as misses: the tier will not answer."""
         self._health.showed_nothing(Work.PROBE)
         self._under_way.forget()
         self._late.clear()
@@ -241,12 +241,12 @@ class Probes:
         self._end_unasked(self._waiting.pop_all())
 
     def _end_unasked(self, probes: Iterable[Probe]) -> None:
-        """Have what was not asked for count as not there."""
+        """End probes that were not sent as misses."""
         for probe in probes:
             self._tell(probe, (False,) * probe.size)
 
     def _end(self, probe: Probe, present: Sequence[bool] | None = None) -> None:
-        """Pass the tier's answer on. None: it gives none, and has nothing."""
+        """Report the tier's answer. None: there is none, so all keys are misses."""
         found = (False,) * probe.size if present is None else tuple(present)
         self._tell(probe, found)
         unasked = self._waiting.answered(probe, is_whole=all(found))
@@ -254,7 +254,7 @@ class Probes:
             self._tell(unasked, (False,) * unasked.size)
 
     def _tell(self, probe: Probe, found: tuple[bool, ...]) -> None:
-        if probe.since != self._contents.since:  # What is there now was not asked for.
+        if probe.since != self._contents.since:  # not about the current generation
             return
         self._counts.queries += len(found) - sum(found)
         self._primary.post(m.ProbeEnded(self._number, probe.keys, found, probe.request))

@@ -1,8 +1,8 @@
-"""Promotions of the primary tier: what is wanted, under way, and leased.
+"""Tracks the primary tier's promotions: unsent, in flight, and leased.
 
 A promoted block is leased to the request it was promoted for, from the moment
 it gets a slot until the request reads it, is scheduled without it, ends, or
-lets the lease run out, which it does not while more of its blocks are on their way.
+lets the lease expire. No lease expires while more of the request's blocks are on their way.
 Slots that promotions hold (being filled by a tier, or leased) are counted, so
 that a reserve stays for stores.
 
@@ -28,7 +28,7 @@ Batch = tuple[list["Key"], list[int]]
 
 
 class _Leases:
-    """What one request holds: key → slot."""
+    """The leases of one request: key → slot."""
 
     __slots__ = ("coming", "slot_of", "until")
 
@@ -38,13 +38,13 @@ class _Leases:
         self.until = 0.0
 
     def is_expired(self, now: float) -> bool:
-        """Tell whether the request has had its blocks for long enough."""
+        """Return whether the request's leases have expired."""
         return now >= self.until and not self.coming
 
 
 @dataclass(frozen=True)
 class PromotionAudit:
-    """What is promoted for whom."""
+    """A snapshot of promotions and leases, by request."""
 
     now: float
     held_slots: int
@@ -54,7 +54,7 @@ class PromotionAudit:
 
 
 class Promotions:
-    """Keeps the book; the primary tier moves the slots."""
+    """Keeps the accounts; the primary tier moves the slots."""
 
     def __init__(self, slots: SlotTable, slots_max: int, lease_timeout_s: float) -> None:
         self._slots = slots
@@ -67,33 +67,33 @@ class Promotions:
         self.now = 0.0  #: seconds of the runtime's clock, at the last Tick or end of a step
 
     def pass_time(self, now: float) -> None:
-        """Learn the time, in seconds of the runtime's clock."""
+        """Set the time, in seconds of the runtime's clock."""
         self.now = now
 
     def has_room(self) -> bool:
-        """Tell whether one more promotion leaves the reserve for stores untouched."""
+        """Return whether one more promotion leaves the reserve for stores untouched."""
         return self.held_slots < self._slots_max
 
     def lets_wait(self, request: Request) -> bool:
-        """Tell whether a request still waits until others release the slots that it needs."""
+        """Return whether a request still waits for others to release the slots that it needs."""
         assert not self.leases_of(request.search.request), "who waits for room holds some"
         if self.now >= request.room_until:
             request.stop_waiting()
         return self._available() < min(request.room_wanted, self._slots_max)
 
     def _available(self) -> int:
-        """How many slots promotions might take, were no block of this step's lookups among them."""
+        """Slots that promotions might take, if no block of this step's lookups is among them."""
         slots = self._slots
         leased = self.held_slots - len(slots.tier_fills)
         loose = slots.ready_count() - len(slots.pins) - leased
         return min(self.room(), slots.free_count() + max(0, loose))
 
     def room(self) -> int:
-        """How many slots promotions may take beside those that they hold."""
+        """Return how many slots promotions may take besides those that they hold."""
         return self._slots_max - self.held_slots
 
     def lease(self, key: Key, slot: int, request: RequestId) -> None:
-        """Keep a slot that nobody leases for a request."""
+        """Lease a slot without a lease to a request."""
         leases = self._leases.get(request)
         if leases is None:
             leases = self._leases[request] = _Leases()
@@ -103,7 +103,7 @@ class Promotions:
         self.held_slots += 1
 
     def start(self, key: Key, slot: int, request: RequestId, tier: int) -> None:
-        """Note a promotion, to be sent with the step's others."""
+        """Record a promotion, to be sent with the step's others."""
         assert slot not in self._filling_for, "two promotions fill one slot"
         self.lease(key, slot, request)
         self._filling_for[slot] = request
@@ -113,23 +113,23 @@ class Promotions:
         slots.append(slot)
 
     def pop_unsent(self) -> dict[tuple[int, RequestId], Batch]:
-        """Return what to send to each tier for each request, and forget that it is unsent."""
+        """Return the batches to send, by tier and request; they count as sent from now on."""
         unsent, self._unsent = self._unsent, {}
         return unsent
 
     def unsent_counts(self) -> dict[int, int]:
-        """Return how many blocks are to be asked of each tier at the end of the step."""
+        """Return how many blocks each tier will be asked to load at the end of the step."""
         counts: dict[int, int] = {}
         for (tier, _), (keys, _) in self._unsent.items():
             counts[tier] = counts.get(tier, 0) + len(keys)
         return counts
 
     def call_off(self, request: RequestId) -> Batch:
-        """Give up what was not sent yet for ``request``; the slots are no longer filling for it."""
+        """Cancel the unsent promotions for ``request``; their slots are no longer filled for it."""
         return self._call_off([each for each in self._unsent if each[1] == request])
 
     def call_off_tier(self, tier: int) -> Batch:
-        """Give up what was not sent yet to ``tier``."""
+        """Cancel the unsent promotions from ``tier``."""
         return self._call_off([each for each in self._unsent if each[0] == tier])
 
     def _call_off(self, batches: list[tuple[int, RequestId]]) -> Batch:
@@ -172,7 +172,7 @@ class Promotions:
         return request
 
     def end_leases(self, request: RequestId, keys: Iterable[Key] | None = None) -> Batch:
-        """End the request's leases on ``keys``, or all; return which ones there were."""
+        """End the request's leases on ``keys``, or all; return the ended ones."""
         ended: Batch = ([], [])
         leases = self._leases.get(request)
         if leases is None:
@@ -191,7 +191,7 @@ class Promotions:
         return ended
 
     def expired(self) -> list[RequestId]:
-        """Return the requests whose leases have run out."""
+        """Return the requests whose leases have expired."""
         if not self._leases:
             return []
         return [name for name, leases in self._leases.items() if leases.is_expired(self.now)]
@@ -202,7 +202,7 @@ class Promotions:
         return 0 if leases is None else len(leases.slot_of)
 
     def tiers_asked_for(self, request: RequestId) -> set[int]:
-        """Return the tiers that a request's blocks are to come from yet."""
+        """Return the tiers that are still to deliver blocks of a request."""
         leases = self._leases.get(request)
         return set() if leases is None else set(leases.coming.values())
 
@@ -219,7 +219,7 @@ class Promotions:
         return unsent
 
     def audit(self) -> PromotionAudit:
-        """Return all that is kept here, frozen. For tests and diagnosis: it costs O(n)."""
+        """Return the whole state, frozen. For tests and diagnosis: it costs O(n)."""
         unsent = [
             (slot, tier, request)
             for (tier, request), (_, slots) in self._unsent.items()

@@ -1,11 +1,11 @@
-"""What request-scoped tiers are told, and given.
+"""Notifies request-scoped tiers of requests, and sends them the requests' blocks.
 
-Such a tier hears of requests that come with parameters for it, and of no others. It is asked for
-what one request may have, and takes what that request stores: all its blocks, those too that were
-here before, of which it is told: it may not want them. Blocks that are still being filled follow
-once they are READY.
+Such a tier is notified only of requests that come with parameters for it. It is asked for blocks of
+one request at a time, and takes all blocks that the request stores, including those that were here
+before. It is notified of the latter, since it may not want them. Blocks that are still being filled
+follow once they are READY.
 
-Of a request's end it hears after the last of these.
+The tier is notified of a request's end after the last of these.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _Open:
-    """A request that tiers have heard of. ``unready``: blocks of it that are still to follow."""
+    """A request that tiers were notified of. ``unready``: its blocks that are still to follow."""
 
     __slots__ = ("is_over", "unready")
 
@@ -40,7 +40,7 @@ class _Open:
 
 
 class RequestTiers:
-    """Part of the primary tier's actor: knows which requests go to which of these tiers."""
+    """Tracks which requests go to request-scoped tiers. Part of the primary tier's actor."""
 
     def __init__(
         self, slots: SlotTable, cascades: Cascades, links: Sequence[Mailbox], policy: Mailbox
@@ -55,7 +55,7 @@ class RequestTiers:
         self._awaited: dict[Key, list[RequestId]] = {}  # offered by these, filled for another
 
     def mark_request_scoped(self, message: m.TierIsRequestScoped) -> None:
-        """Tell this tier of requests from now on, and give it nothing but theirs."""
+        """Notify this tier of requests from now on, and send it only blocks of theirs."""
         self.tiers |= 1 << message.tier
         self._cascades.leave_to_requests(message.tier)
 
@@ -70,14 +70,14 @@ class RequestTiers:
         return message.tiers
 
     def end(self, request: RequestId) -> None:
-        """Note that the request is over; tiers hear of it when nothing of it is to follow."""
+        """Note that the request is over; tiers are notified once no block of it is to follow."""
         each = self._open.get(request)
         if each is not None:
             each.is_over = True
             self._follow(request, 0)
 
     def takers(self, request: RequestId) -> TierSet:
-        """Return the tiers that take what the request stores."""
+        """Return the tiers that take blocks that the request stores."""
         taking = self._cascades.takers
         return taking if request in self._open else taking & ~self.tiers
 
@@ -90,7 +90,7 @@ class RequestTiers:
         self._follow(request, -blocks)
 
     def of_offered(self, keys: Iterable[Key], request: RequestId) -> dict[int, Batch]:
-        """Return what to send to each tier of what is here already; what is not READY follows."""
+        """Return the READY ones of offered blocks, by tier to send them to; others follow later."""
         if request not in self._open:
             return {}
         ready: Batch = ([], [])
@@ -101,7 +101,7 @@ class RequestTiers:
                 hits.append(key)
                 ready[0].append(key)
                 ready[1].append(slot)
-            elif self._slots.gpu_fills.get(slot) != request:  # its own go to all who take them
+            elif self._slots.gpu_fills.get(slot) != request:  # its own go to all takers
                 hits.append(key)
                 self._awaited.setdefault(key, []).append(request)
                 self._follow(request, 1)
@@ -110,7 +110,7 @@ class RequestTiers:
         return self._to_each(ready)
 
     def became_ready(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
-        """Send on what requests have waited for."""
+        """Send blocks that requests have waited for."""
         if not self._awaited:
             return
         for key, slot in zip(keys, slots, strict=True):
@@ -119,7 +119,7 @@ class RequestTiers:
                 self._follow(request, -1)
 
     def pin_wanted(self, message: m.BlocksWanted) -> None:
-        """Pin what is READY for another engine's request, and send it; tell what is not."""
+        """Pin and send the READY blocks for another engine's request; report the missing ones."""
         keys: list[Key] = []
         slots: list[int] = []
         for key in message.keys:
@@ -138,12 +138,12 @@ class RequestTiers:
             link.post(m.BlocksMissing(message.request, missing))
 
     def forget(self, key: Key) -> None:
-        """Note that the key's fill came to nothing."""
+        """Note that the key's fill has failed."""
         for request in self._awaited.pop(key, ()):
             self._follow(request, -1)
 
     def reset(self, epoch: int) -> None:
-        """Wait for no block any more: what was being filled is void, in the new epoch."""
+        """Wait for no block any more: fills from before the new epoch are void."""
         self._epoch = epoch
         self._awaited.clear()
         for request, each in list(self._open.items()):
@@ -174,24 +174,24 @@ class RequestTiers:
 
 
 class RequestRelay:
-    """Part of a link: passes on what its tier is to hear of requests, in order."""
+    """Part of a link: passes notifications of requests to its tier, in order."""
 
     def __init__(self, number: int, tier: Mailbox, primary: Mailbox) -> None:
         """``number``: the tier's."""
         self._number = number
         self._tier = tier
         self._primary = primary
-        self._unsent: deque[OfRequests] = deque()  # its mailbox was full
+        self._unsent: deque[OfRequests] = deque()  # since the tier's mailbox was full
         self._peers: dict[RequestId, str] = {}  # of the open requests that name one
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return what is done for each message that the link leaves to this."""
+        """Return the handler of each message type that the link delegates to this."""
         return dict.fromkeys(
             (m.RequestOpened, m.RequestClosed, m.PrefixHits, m.BlocksMissing), self.send
         )
 
     def send(self, message: OfRequests) -> None:
-        """Have the tier told, as soon as its mailbox has room."""
+        """Notify the tier, as soon as its mailbox has room."""
         if isinstance(message, m.RequestClosed):
             self._peers.pop(message.request, None)
         elif isinstance(message, m.RequestOpened) and message.peer:
@@ -205,17 +205,17 @@ class RequestRelay:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the tier's mailbox has had no room for all."""
+        """Whether some messages have not fitted into the tier's mailbox yet."""
         return bool(self._unsent)
 
     def want(self, message: m.BlocksWanted, since: int) -> None:
-        """Pass on what the tier wants, if that is of the generation that began at ``since``."""
+        """Pass on blocks that the tier wants, if of the generation that began at ``since``."""
         if message.since == since:
             self._primary.post(structs.replace(message, tier=self._number))
         else:
             self.send(m.BlocksMissing(message.request, message.keys))
 
     def go_on(self) -> None:
-        """Send what has not been taken yet."""
+        """Send the unsent messages, until the tier's mailbox is full."""
         while self._unsent and self._tier.post(self._unsent[0]):
             self._unsent.popleft()

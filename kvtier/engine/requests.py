@@ -1,4 +1,4 @@
-"""What the primary tier keeps for each running request."""
+"""State that the primary tier keeps for each running request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Request:
-    """One running request: what it looked up, and which tier delivered what to it."""
+    """One running request: the keys it looked up, and the tiers that delivered them."""
 
     __slots__ = (
         "_hits_counted",
@@ -33,31 +33,31 @@ class Request:
 
     def __init__(self, search: Search) -> None:
         self.search = search
-        self.is_weighed = False  #: whether it is decided what it loads, and what it computes
+        self.is_weighed = False  #: whether its loads and its computing are decided
         self.patience_s = NEVER  #: how long it waits for a load
-        self.patience_max_s = NEVER  #: the same, for one that should take longer by now
+        self.patience_max_s = NEVER  #: the same, for a load that should take longer by now
         self.has_waited = False  #: for room, in this wait
-        self.room_wanted = 0  #: how many slots it waits for; 0: it does not
+        self.room_wanted = 0  #: how many slots it waits for; 0: it does not wait
         self.room_until = 0.0  #: then it goes on with as many as there are
         self.reserved: int | None = None  #: tokens of the prefix reserved for it, if any
         self.sources: dict[Key, int] = {}  #: the tier that delivered the key to it
         # Invariant: a key is in one of these from its first lookup on, and never changes sides.
         #            Checked: count, p13_a_key_counts_once_for_a_request_as_a_hit_or_as_a_miss.
-        # Whoever looks up keeps to it, in line. Else what was counted would have to be taken
-        # back, and vLLM ends the engine for a counter that falls.
+        # Each lookup keeps to it, in line. Otherwise counts would have to be taken back, and
+        # vLLM ends the engine for a counter that falls.
         self.hits: set[Key] = set()  #: keys that were READY when first looked up
         self.misses: set[Key] = set()  #: keys that were not; they may be READY later
         self._queries_counted = 0
         self._hits_counted = 0
 
     def reserve(self, tokens: int) -> None:
-        """Note that a prefix of so many tokens is reserved; ``REFUSED`` where there was no room."""
+        """Record that a prefix of ``tokens`` is reserved; ``REFUSED`` if there was no room."""
         assert self.reserved is None, "a request reserves once until its decision has ended"
         self.stop_waiting()
         self.reserved = tokens
 
     def mark_decided(self) -> None:
-        """Note that it is decided what it loads and what it computes, for as long as it waits."""
+        """Note that its loads and its computing are decided, for as long as it waits."""
         self.is_weighed = True
 
     def wait_for_loads(self, seconds: float, at_most: float) -> None:
@@ -66,13 +66,13 @@ class Request:
         self.patience_max_s = at_most
 
     def wait_for_room(self, slots: int, until: float) -> None:
-        """Note that it begins to load once promotions may take so many slots, or it is so late."""
+        """Have it begin to load once promotions may take ``slots``, or at ``until``."""
         self.has_waited = False
         self.room_wanted = slots
         self.room_until = until
 
     def begin_to_wait(self) -> bool:
-        """Note that it waits for room; tell whether that is news."""
+        """Note that it waits for room; return whether it did not wait before."""
         had, self.has_waited = self.has_waited, True
         return not had
 
@@ -81,7 +81,7 @@ class Request:
         self.room_wanted = 0
 
     def end_reservation(self) -> None:
-        """Let it reserve again, and be decided for anew."""
+        """Let it reserve again, and make a new decision."""
         self.stop_waiting()
         self.reserved = None
         self.is_weighed = False
@@ -92,12 +92,12 @@ class Request:
         self.sources[key] = tier
 
     def reset(self) -> None:
-        """Forget what belongs to blocks from before a reset."""
+        """Forget all that belongs to blocks from before a reset."""
         self.sources.clear()
         self.end_reservation()
 
     def count(self, counts: PrimaryCounts) -> None:
-        """Add what was looked up since the last time, each key once a request.
+        """Add the keys looked up since the last time to the counts, each key once a request.
 
         Done when a request loads, stores or ends, since a lookup has no time for it.
         """

@@ -1,17 +1,17 @@
-"""The prefixes of running requests: which block goes first, whatever the policy says.
+"""Tracks the prefixes of running requests, so that tails are evicted before heads.
 
 A block is of no use without those before it. Eviction policies learn the order of a
-request's blocks for sure when it ends, and see a shared head as another request's.
-So the order of a request that runs is kept here, and a block of it goes only
-after all blocks behind it that can go: a victim that has any gets a stand-in.
+request's blocks for certain only when it ends, and see a shared head as another request's.
+So the order of a running request is kept here, and a block of it is evicted only
+after all evictable blocks behind it: a victim that has any is replaced by a stand-in.
 
 # Invariant: no block of a running request is evicted while an evictable block behind it stays.
 #            Checked: stand_in, _assert_nothing_behind_could_go.
 
-Costs: without evictions, nothing is done but keeping a reference to what a call brought.
+Costs: without evictions, only a reference to each call's keys is kept.
 An eviction adds each running request's keys once to one set, and looks up its victims there.
-Only a victim that is found there is looked for in the orders of the requests. Keys of
-requests that have ended stay in the set until they are half of it.
+Only a victim that is found there is searched for in the requests' orders. Keys of
+ended requests stay in the set until they are half of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key, RequestId
 
 UNMERGED_CHAINS_MAX: Final = 8
-"""Of a request whose order nobody reported: so many calls' keys are kept as they came."""
+"""Limit on calls whose keys are kept unmerged, for a request whose order was not reported."""
 
 
 class _Prefix:
@@ -40,15 +40,15 @@ class _Prefix:
         self._chains: list[tuple[Key, ...]] | None = []  # not in ``order`` yet; None: it is known
         self._place: dict[Key, int] = {}  # in ``order``; made when it is needed
         self._eviction = -1
-        self._cursor = -1  # in this eviction nothing behind it can go
+        self._cursor = -1  # in this eviction no block behind it can go
 
     @property
     def is_known(self) -> bool:
-        """Tell whether somebody who knows the order has reported it."""
+        """Whether a caller that knows the order has reported it."""
         return self._chains is None
 
     def learn(self, order: RequestOrder) -> None:
-        """Take a part of the order from one who knows it."""
+        """Apply a part of the order, from a caller that knows it."""
         if self._chains is not None:
             self._chains = None
             self.order.clear()
@@ -58,7 +58,7 @@ class _Prefix:
         self._uncounted.append(order.keys)
 
     def follow(self, chain: tuple[Key, ...]) -> None:
-        """Learn of keys that a call brought, from head to tail."""
+        """Add keys that a call brought, from head to tail."""
         if self._chains is not None:
             self._chains.append(chain)
             if len(self._chains) > UNMERGED_CHAINS_MAX:
@@ -78,7 +78,7 @@ class _Prefix:
         self._uncounted = [self.order.copy()]
 
     def _merge(self) -> None:
-        """Put what calls brought in order: before the next known key of its chain, else last."""
+        """Insert the calls' new keys before the next known key of their chain, else last."""
         for chain in self._chains or ():
             place = self.place()
             new = dict.fromkeys(key for key in chain if key not in place)
@@ -110,14 +110,14 @@ class _Prefix:
         return self._place
 
     def known_place(self) -> dict[Key, int]:
-        """Return where each key is, those too that calls have brought lately."""
+        """Return where each key is, including keys that recent calls have brought."""
         self._merge()
         return self.place()
 
     def last_behind(self, key: Key, can_go: Callable[[Key], bool], eviction: int) -> Key | None:
         """Return the last block behind ``key`` that can go, if any.
 
-        What can't go stays so for the whole of one eviction, so each block is looked at once.
+        A block that can't go can't go for the whole eviction, so each one is checked once.
         """
         if self._eviction != eviction:
             self._eviction = eviction
@@ -135,7 +135,7 @@ class RunningPrefixes:
 
     def __init__(self) -> None:
         self._prefix_of: dict[RequestId, _Prefix] = {}
-        self._changed: dict[RequestId, _Prefix] = {}  # those not all of whose keys are in _keys
+        self._changed: dict[RequestId, _Prefix] = {}  # those with keys that are not in _keys yet
         self._keys: set[Key] = set()  # of running requests, and of some that ended
         self._running_count = 0  # keys in _keys, counted once a request
         self._ended_count = 0
@@ -176,7 +176,7 @@ class RunningPrefixes:
         self._changed[request] = prefix
 
     def before(self, request: RequestId, keys: Sequence[Key]) -> list[Key | None]:
-        """Return what each of some keys, given from head to tail, follows on in their request."""
+        """Return the key before each of ``keys``, given from head to tail, in their request."""
         before = [None, *keys[:-1]]
         prefix = self._prefix_of.get(request)
         if prefix is not None:
@@ -190,9 +190,9 @@ class RunningPrefixes:
     def from_head_to_tail(
         self, request: RequestId, rows: list[tuple[Key, int, Key | None]]
     ) -> list[tuple[Key, int, Key | None]]:
-        """Return rows in the order in which their keys, the first of each, are in their request.
+        """Return rows in the order that their keys, the first item of each, have in their request.
 
-        Keys that nobody has reported go last.
+        Keys that were not reported go last.
         """
         prefix = self._prefix_of.get(request)
         if prefix is None:
@@ -201,7 +201,7 @@ class RunningPrefixes:
         return sorted(rows, key=lambda row: place.get(row[0], len(place)))
 
     def begin_eviction(self, victims: Collection[Key]) -> bool:
-        """Tell whether any of the victims may belong to a running request."""
+        """Start an eviction; return whether any victim may belong to a running request."""
         self._evictions += 1
         for prefix in self._changed.values():
             counted = prefix.counted
@@ -212,10 +212,10 @@ class RunningPrefixes:
         return not self._keys.isdisjoint(victims)
 
     def stand_in(self, victim: Key, can_go: Callable[[Key], bool]) -> Key:
-        """Return the block to evict in the place of ``victim``: one that has none behind it.
+        """Return the block to evict instead of ``victim``: one without evictable blocks behind it.
 
-        That may be itself. Each step leads further behind. Callers whose orders contradict
-        one another could lead round in a circle, so no block is come to twice.
+        That may be ``victim`` itself. Each step leads further behind. Contradictory orders of
+        several callers could form a cycle, so no block is visited twice.
         """
         seen = {victim}
         while victim in self._keys:

@@ -1,4 +1,4 @@
-"""Who uses which slot of the primary tier, and for what.
+"""Tracks the users and the state of each slot of the primary tier.
 
 # Invariant: a slot is in exactly one of free, filling, ready, quarantined.
 #            Checked: SlotMoves, p1_a_slot_is_in_exactly_one_of_free_filling_ready_quarantined.
@@ -12,8 +12,8 @@
 #            p1_a_slot_is_in_exactly_one_of_free_filling_ready_quarantined.
 
 Legal moves are the rows of ``SLOT_TABLE``; a move without a row is a bug and raises
-``InternalError``. What all slots have is in one flat list, of small numbers, which the
-garbage collector is quick about; what few slots have at a time is in dicts.
+``InternalError``. State that all slots have is in one flat list of small numbers, which the
+garbage collector handles quickly; state that few slots have at a time is in dicts.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 
 
 class SlotState(IntEnum):
-    """What a slot of the primary tier's memory is used for."""
+    """The use of a slot of the primary tier's memory."""
 
     FREE = 0
     FILLING = 1  #: one writer, no reader
     READY = 2  #: holds one key's bytes; readers are counted
-    QUARANTINED = 3  #: belongs to nobody, but somebody may still write or read it
+    QUARANTINED = 3  #: belongs to no key, but may still be written or read
 
 
 class SlotEvent(IntEnum):
-    """What moves a slot."""
+    """An event that moves a slot."""
 
     TAKEN = 0
     FILLED = 1
-    FILL_FAILED = 2  #: the writer reported failure: it has let go
+    FILL_FAILED = 2  #: the writer reported failure, and has released it
     EVICTED = 3
-    ABANDONED = 4  #: given up while its writer or readers have not let go
-    RELEASED = 5  #: the last one has released a quarantined slot
-    FILLED_LATE = 6  #: the writer of a quarantined slot has filled it, and let go
+    ABANDONED = 4  #: given up before its writer or readers have released it
+    RELEASED = 5  #: the last user has released a quarantined slot
+    FILLED_LATE = 6  #: the writer of a quarantined slot has filled and released it
 
 
 SLOT_TABLE: Final[Mapping[tuple[SlotState, SlotEvent], SlotState]] = {
@@ -86,7 +86,7 @@ SLOT_RELEASED: Final = SlotMoves(SlotEvent.RELEASED)
 SLOT_FILLED_LATE: Final = SlotMoves(SlotEvent.FILLED_LATE)
 
 GPU: Final = -1
-"""The source of a fill, where a secondary tier would be its number."""
+"""The source of a fill by the GPU; a fill by a secondary tier has the tier's number."""
 
 _FILLING: Final = int(SlotState.FILLING)
 _READY: Final = int(SlotState.READY)
@@ -94,11 +94,11 @@ _READY: Final = int(SlotState.READY)
 
 @dataclass(frozen=True)
 class SlotAudit:
-    """What every slot is used for. ``sources``: ``GPU``, or the number of the tier that fills."""
+    """The use of every slot. ``sources``: ``GPU``, or the number of the tier that fills."""
 
     states: tuple[SlotState, ...]
     slot_of: Mapping[Key, int]
-    free: tuple[int, ...]  #: a slot that is in it twice would be given away twice
+    free: tuple[int, ...]  #: a slot that is in it twice would be allocated twice
     sources: Mapping[int, int]
     pins: Mapping[int, int]
     leased: frozenset[int]
@@ -109,19 +109,19 @@ class SlotAudit:
 class SlotTable:
     """The key, the state, the pins and the writer of every slot.
 
-    Others read what is public, since a call would cost more than the look; only the
-    methods here change it.
+    Others read the public attributes, since a call would cost more than the read; only the
+    methods here change them.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.slot_of: dict[Key, int] = {}  #: of each key that is FILLING or READY
         self.state = [int(SlotState.FREE)] * count  # a bytearray takes twice the time
-        self.pins: dict[int, int] = {}  #: readers that have not let go (vLLM's ref_cnt), if any
+        self.pins: dict[int, int] = {}  #: each slot's readers (vLLM's ref_cnt), if any
         self.leased: set[int] = set()  #: filling or ready slots kept for one request
-        self.gpu_fills: dict[int, RequestId] = {}  #: filling slots, and whose store it is
-        self.tier_fills: dict[int, int] = {}  #: filling slots, and the tier that does it
-        self.hits: set[int] = set()  #: what a lookup of this step called READY
+        self.gpu_fills: dict[int, RequestId] = {}  #: filling slots, and the request of the store
+        self.tier_fills: dict[int, int] = {}  #: filling slots, and the tier that fills them
+        self.hits: set[int] = set()  #: slots that a lookup of this step reported READY
         self.note_hit = self.hits.add  #: one slot, for a lookup; ``note_hits``: several
         self.note_hits = self.hits.update
         self.forget_hits = self.hits.clear  #: at the end of a step
@@ -131,18 +131,18 @@ class SlotTable:
         self._gpu_quarantined: list[int] = []
 
     def free_count(self) -> int:
-        """How many slots are free."""
+        """Return how many slots are free."""
         return len(self._freed) + self.count - self._unused
 
     def ready_count(self) -> int:
-        """How many slots are READY: whatever is in no other state."""
+        """Return how many slots are READY: all that are in no other state."""
         filling = len(self.gpu_fills) + len(self.tier_fills)
         return self.count - self.free_count() - filling - len(self.quarantined)
 
     def statistics(
         self, promotion_slots: int, requests: int, counts: PrimaryCounts
     ) -> PrimaryStatistics:
-        """Count what is in which state now, and add what others have counted."""
+        """Count the slots in each state now, and add the counts kept by others."""
         return PrimaryStatistics(
             slot_count=self.count,
             free_slots=self.free_count(),
@@ -157,7 +157,7 @@ class SlotTable:
         )
 
     def audit(self) -> SlotAudit:
-        """Return what every slot is used for, frozen. For tests and diagnosis: it costs O(n)."""
+        """Return the use of every slot, frozen. For tests and diagnosis: it costs O(n)."""
         return SlotAudit(
             states=tuple(map(SlotState, self.state)),
             slot_of=self.slot_of.copy(),
@@ -172,9 +172,9 @@ class SlotTable:
     # --- filling ---
 
     def allocate_for_gpu(self, keys: Sequence[Key], request: RequestId) -> list[int]:
-        """Take a free slot for each key, that the GPU will fill for ``request``.
+        """Take a free slot for each key, which the GPU will fill for ``request``.
 
-        There must be enough.
+        There must be enough free slots.
         """
         slots = self._allocate(len(keys))
         self.gpu_fills.update(dict.fromkeys(slots, request))
@@ -182,7 +182,7 @@ class SlotTable:
         return slots
 
     def allocate_for_tier(self, key: Key, tier: int) -> int:
-        """Take a free slot for a key, that ``tier`` will fill. There must be one."""
+        """Take a free slot for a key, which ``tier`` will fill. There must be one."""
         (slot,) = self._allocate(1)
         self.tier_fills[slot] = tier
         self.slot_of[key] = slot
@@ -194,7 +194,7 @@ class SlotTable:
 
     def fill(self, slots: Sequence[int], source: dict[int, Any]) -> None:
         """Note that bytes have arrived; ``source`` is ``gpu_fills`` or ``tier_fills``."""
-        # Of the GPU's stores, of which there are many, only the model looks whether they have none.
+        # The GPU's stores are too many to check here: only the model checks that they have no pins.
         if source is self.tier_fills:
             assert self.pins.keys().isdisjoint(slots), "a slot was read while it was written"
         state = self.state
@@ -203,7 +203,7 @@ class SlotTable:
             del source[slot]
 
     def fail_fill(self, slot: int) -> None:
-        """Note that the writer failed, and has let go."""
+        """Note that the writer failed, and has released the slot."""
         assert slot not in self.pins, "a slot was read while it was written"
         self.state[slot] = SLOT_FILL_FAILED[self.state[slot]]
         self._no_longer_filling(slot)
@@ -216,13 +216,13 @@ class SlotTable:
         pins = self.pins
         once = dict.fromkeys(slots, 1)
         if len(once) == len(slots) and pins.keys().isdisjoint(once):
-            pins.update(once)  # as it mostly is: in half of the time
+            pins.update(once)  # the usual case, in half the time
             return
         for slot in slots:
             pins[slot] = pins.get(slot, 0) + 1
 
     def unpin(self, slots: Sequence[int]) -> None:
-        """Take a reader from each slot. Each must have one."""
+        """Remove a reader from each slot. Each must have one."""
         pins = self.pins
         for slot in slots:
             count = pins.get(slot, 0)
@@ -236,19 +236,19 @@ class SlotTable:
     # --- evicting ---
 
     def is_held(self, slot: int) -> bool:
-        """Tell whether the slot is pinned, leased or being filled."""
+        """Return whether the slot is pinned, leased or being filled."""
         return slot in self.pins or slot in self.leased or self.state[slot] == _FILLING
 
     def lease(self, slot: int) -> None:
-        """Keep a filling or ready slot for one request."""
+        """Reserve a filling or ready slot for one request."""
         self.leased.add(slot)
 
     def end_lease(self, slot: int) -> None:
-        """Keep it no longer."""
+        """Reserve the slot no longer."""
         self.leased.remove(slot)
 
     def evict(self, slots: Mapping[Key, int]) -> None:
-        """Free ready slots that nobody holds, and make their keys ABSENT."""
+        """Free ready slots without holders, and make their keys ABSENT."""
         slot_of = self.slot_of
         for key in slots:
             del slot_of[key]
@@ -265,7 +265,7 @@ class SlotTable:
         self.quarantined[slot] = users
 
     def release(self, slot: int) -> bool:
-        """Note that one user of a quarantined slot has let go. False: it was not quarantined."""
+        """Note that a user has released a quarantined slot. False: it was not quarantined."""
         users = self.quarantined.get(slot)
         if users is None:
             return False
@@ -286,7 +286,7 @@ class SlotTable:
         self.slot_of[key] = slot
 
     def reset(self, gpu_reads: Mapping[int, int]) -> None:
-        """Take every slot from its key; whatever is still in use is quarantined.
+        """Take every slot from its key; slots still in use are quarantined.
 
         ``gpu_reads``: how many of the GPU's loads read each slot.
         """
@@ -318,20 +318,20 @@ class SlotTable:
             self.release(slot)
         self._gpu_quarantined.clear()
 
-    # --- what single slots are in; for what isn't done thousands of times a step ---
+    # --- the state of single slots; for calls that aren't made thousands of times a step ---
 
     def is_ready(self, slot: int) -> bool:
-        """Tell whether the slot holds readable bytes."""
+        """Return whether the slot holds readable bytes."""
         return self.state[slot] == _READY
 
     def are_ready(self, slots: Sequence[int]) -> bool:
-        """Tell whether all hold readable bytes; one may be None: no slot."""
+        """Return whether all slots hold readable bytes; False if one is None, for no slot."""
         if None in slots:
             return False
         return list(map(self.state.__getitem__, slots)).count(_READY) == len(slots)
 
     def are_evictable(self, slots: Sequence[int]) -> bool:
-        """Tell whether all hold readable bytes, and none is pinned or leased."""
+        """Return whether all hold readable bytes, and none is pinned or leased."""
         nobodys = self.pins.keys().isdisjoint(slots) and self.leased.isdisjoint(slots)
         return nobodys and self.are_ready(slots)
 

@@ -1,10 +1,10 @@
-"""What another program's tiering sees of one tier: synchronous calls that never wait for it.
+"""Offers one tier to another program's tiering: synchronous calls that never wait for the tier.
 
-As ``kvtier/engine/facade.py``, but the primary tier is the program's own: the bytes
+Like ``kvtier/engine/facade.py``, but the primary tier is the program's own: the bytes
 of a job go through staging slots (``kvtier/engine/staged_tier.py``). All methods belong to
 one thread at a time.
 
-If the tier's actor breaks, nothing is found any more, and every job is finished as failed.
+If the tier's actor breaks, lookups find no block any more, and every job finishes as failed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 DRAIN_POLL_S: Final = 0.001
 
 COPY_WAIT_BYTES_MAX: Final = 4 << 20
-"""A copy of up to so much, half a millisecond, is waited for: the alternative is a whole step."""
+"""Copies of up to this size, half a millisecond, are waited for: else they cost a whole step."""
 
 
 class Copier(Mailbox, Protocol):
-    """What carries out ``CopyBlocks``, one after the other."""
+    """Carries out ``CopyBlocks`` messages, one after the other."""
 
     def backlog_bytes(self) -> int:
-        """Return how much there is still to copy."""
+        """Return the number of bytes still to copy."""
 
     def wait_idle(self) -> None:
-        """Wait until every copy has ended: as long as memory takes, whatever storage does."""
+        """Wait until every copy has ended. That depends on memory only, not on storage."""
 
     def stop(self) -> None:
         """End every copy, and release the program's slots."""
@@ -82,12 +82,12 @@ class StagedFacade:
         self._finished: list[s.Finished] = []
         self._is_closed = False
         self._let_time_pass()
-        self._tier.wake()  # it is told which generation of weights it serves
+        self._tier.wake()  # it is notified of the generation of weights it serves
 
     # --- requests and lookups ---
 
     def on_request_started(self, request: RequestId) -> None:
-        """Begin a request: nothing is found for one that is unknown."""
+        """Begin a request: lookups find no block for an unknown one."""
         self._ask(m.RequestStarted(request, 1))
 
     def on_request_finished(self, request: RequestId, order: Iterable[Key] | None = None) -> None:
@@ -95,7 +95,7 @@ class StagedFacade:
         self._ask(m.RequestFinished(request, None if order is None else tuple(order)))
 
     def lookup(self, key: Key, request: RequestId) -> BlockState:
-        """Return READY (the tier has it), ABSENT, or PROBING: ask again in the next step.
+        """Return READY (the tier has it), ABSENT, or PROBING: look up again in the next step.
 
         PROBING ends by the tier's deadline.
         """
@@ -111,13 +111,13 @@ class StagedFacade:
     def submit_load(
         self, job: int, request: RequestId, keys: Iterable[Key], slots: Iterable[int]
     ) -> None:
-        """Begin to fill the program's slots. They are its own again when the job has finished."""
+        """Begin to fill the program's slots, which it gets back when the job has finished."""
         self._submit(s.SubmitLoad(job, request, tuple(keys), tuple(slots)), is_load=True)
 
     def submit_store(
         self, job: int, request: RequestId, keys: Iterable[Key], slots: Iterable[int]
     ) -> None:
-        """Begin to store what is in the program's slots, which must stay until it has finished."""
+        """Begin to store the program's slots, whose bytes must stay until the job has finished."""
         self._submit(s.SubmitStore(job, request, tuple(keys), tuple(slots)), is_load=False)
 
     def _submit(self, message: s.SubmitLoad | s.SubmitStore, *, is_load: bool) -> None:
@@ -126,7 +126,7 @@ class StagedFacade:
         self._ask(message)
 
     def take_finished(self) -> list[s.Finished]:
-        """Return each job that has finished since the last time. Waits for no storage."""
+        """Return the jobs that have finished since the last call. Never waits for storage."""
         self._poll()
         if 0 < self._copier.backlog_bytes() <= COPY_WAIT_BYTES_MAX:
             self._copier.wait_idle()
@@ -156,7 +156,7 @@ class StagedFacade:
         """Finish every job, waiting for the tier for ``close_timeout_s`` at most.
 
         When it returns, none of the program's slots is touched any more. Jobs that had not ended
-        by then have failed; their staging slots stay the tier's until it lets go.
+        by then have failed; the tier keeps their staging slots until it releases them.
         """
         deadline = time.monotonic() + self._close_timeout_s
         self._poll()
@@ -180,18 +180,18 @@ class StagedFacade:
         self._tier.wake()
 
     def has_pending_work(self) -> bool:
-        """Tell whether it is worth stepping on: a job or a probe may still end in time."""
+        """Return whether more steps are useful: a job or a probe may still end in time."""
         self._poll()
         return bool(self._unfinished or self._finished or self._link.in_flight()[0])
 
     def take_events(self) -> list[Event]:
-        """Return what the tier gained and lost since the last call, in order."""
+        """Return the tier's gains and losses since the last call, in order."""
         self._cell.run()
         return self._link.drain_events()
 
     @property
     def evicts(self) -> bool:
-        """Whether the tier is bounded, and so tells of what it evicts."""
+        """Whether the tier is bounded, and so reports the blocks that it evicts."""
         return self._link.tells_uses
 
     @property
@@ -208,7 +208,7 @@ class StagedFacade:
     def reset(self, *, weights_version: str | None = None, weights_changed: bool = False) -> None:
         """Begin a new generation, unless ``on_reset`` is ``keep``. ``drain`` first.
 
-        Nothing that was stored before is found again by this engine. The arguments are those of
+        This engine finds none of the blocks stored before again. The arguments are those of
         ``SchedulerFacade.reset``.
         """
         mark = self._generations.begin(weights_version, has_changed=weights_changed)
@@ -237,7 +237,7 @@ class StagedFacade:
         self._ask(m.Tick(now=self._clock()))
 
     def _poll(self) -> None:
-        """Take in what the tier and the copier have sent, and let time pass."""
+        """Handle the messages from the tier and the copier, and let time pass."""
         self._tier.poll()
         self._cell.run()
         self._let_time_pass()

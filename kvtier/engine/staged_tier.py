@@ -1,21 +1,21 @@
-"""One tier behind another program's primary tier: it stands in the place of kvtier's own.
+"""Serves one tier to another program, whose primary tier takes the place of kvtier's own.
 
 The other program (vLLM's tiering) has slots of its own, gives them to a job, and takes them
-back when the job has finished. It waits for that without a deadline, and knows no quarantine.
-So storage never gets to see its slots: between them and the tier lie staging slots,
-which are kvtier's, and a thread of kvtier's copies::
+back when the job has finished. It waits for that without a deadline, and has no quarantine.
+So storage never touches its slots: between them and the tier lie kvtier's own staging slots,
+and one of kvtier's threads copies::
 
     load:   tier → staging slot → copy → the program's slot → finished
     store:  the program's slot → copy → staging slot → tier → finished
 
-A copy between two places in memory ends soon, whatever the storage does. So a job can be
-finished at any moment that no copy of it runs: what its tier may still read or
-write is a staging slot, which belongs to nobody until the tier releases it.
+A copy within memory ends soon, whatever the storage does. So a job can be finished at any moment
+when no copy of it runs: its tier may then still read or write staging slots only, which are not
+reused until the tier releases them.
 
-- A job has a deadline, which counts from its submission. What has not arrived by then has failed.
+- A job has a deadline, counted from its submission. Blocks that have not arrived by then fail.
 - A load's bytes are copied once the tier's driver has checked them against their digest.
-- A store's bytes are as they were when they were copied, whenever the tier writes them.
-- Stores hold no more than a part of the staging slots, so that a load finds one.
+- The tier writes a store's bytes as they were when copied, whenever it writes them.
+- Stores hold no more than a part of the staging slots, so that loads find free ones.
 
 # Invariant: the program's slot of a block is touched by a copy only, and a job with a
 #            copy under way is not finished. Checked: _end, take,
@@ -81,8 +81,8 @@ class StagedTier(Actor):
         self._copies: dict[int, tuple[int, ...]] = {}  # under way: the staging slots of each
         self._next_copy = 0
         self._finished: list[s.Finished] = []
-        self._from_before: set[RequestId] = set()  # what they store, older weights computed
-        self._epoch = 0  # in which the generation began; each reset that counts begins one
+        self._from_before: set[RequestId] = set()  # requests whose blocks older weights computed
+        self._epoch = 0  # when the generation began; each reset with a mark begins one
         self._usable = True
         self._now = 0.0
 
@@ -106,17 +106,17 @@ class StagedTier(Actor):
             m.PromotionLate: lambda x: self._slots_released(m.SlotsReleased(x.slots)),
             m.SlotsReleased: self._slots_released,
             m.CascadeEnded: self._cascade_ended,
-            m.CascadeDeferred: self._cascade_ended,  # the other program is told that it failed
+            m.CascadeDeferred: self._cascade_ended,  # reported to the other program as failed
             m.StoresWanted: lambda _: self._tell(m.StoresOffered(is_all=True, lost=0)),
             m.PresenceLearned: self._presence_learned,
             m.TierUsable: lambda x: self._set_usable(usable=x.usable, answers=x.answers),
-            m.LoadCostLearned: lambda _: None,  # what is loaded is not decided here
+            m.LoadCostLearned: lambda _: None,  # the other program decides what to load
             m.TierForgotten: lambda _: self._directory.forget_tier(TIER),
             m.LinkFailed: self._link_failed,
         }
 
     def free_slots(self) -> int:
-        """Return how many staging slots are free: all of them, at rest."""
+        """Return how many staging slots are free: all of them if idle."""
         return self._slots.free_count
 
     # --- requests and lookups ---
@@ -132,7 +132,7 @@ class StagedTier(Actor):
 
     def _lookup(self, message: m.Lookup) -> None:
         """Reply READY (the tier has it), PROBING or ABSENT."""
-        self._from_before.discard(message.request)  # it waits: it has no block on the GPU
+        self._from_before.discard(message.request)  # it waits, so it has no block on the GPU
         search = self._searches.get(message.request)
         where = NOWHERE if search is None else self._directory.find(message.key, search)
         if where == NOWHERE:
@@ -190,7 +190,7 @@ class StagedTier(Actor):
         return [Block(transfer, index) for index in range(len(message.keys))]
 
     def _go_on(self) -> None:
-        """Give staging slots to what waits for one: loads first."""
+        """Give staging slots to waiting blocks: loads first."""
         while self._loads and self._slots.free_count:
             blocks = self._pop_waiting(self._loads, self._slots.free_count)
             if blocks:
@@ -203,7 +203,7 @@ class StagedTier(Actor):
             self._copy(self._slots.take(blocks), to_staging=True)
 
     def _pop_waiting(self, waiting: deque[Block], room: int, *, of_one: bool = True) -> list[Block]:
-        """Return the next blocks that are wanted still, of one transfer if so asked."""
+        """Return the next blocks that are still wanted; ``of_one``: of a single transfer."""
         blocks: list[Block] = []
         while waiting and len(blocks) < room:
             if waiting[0].is_wanted:
@@ -241,7 +241,7 @@ class StagedTier(Actor):
         self._go_on()
 
     def _send_stores(self, staging: Sequence[int], blocks: Sequence[Block]) -> None:
-        """Have the tier store what was copied, a message for each transfer."""
+        """Have the tier store the copied blocks, with one message for each transfer."""
         batches: dict[Transfer, list[tuple[Block, int]]] = {}
         for slot, block in zip(staging, blocks, strict=True):
             batches.setdefault(block.transfer, []).append((block, slot))
@@ -254,7 +254,7 @@ class StagedTier(Actor):
             keys = tuple(block.key for block, _ in batch)
             self.link.post(m.Cascade(transfer.request, keys, slots, transfer.epoch))
 
-    # --- what the link answers ---
+    # --- answers of the link ---
 
     def _promotion_ended(self, message: m.PromotionEnded) -> None:
         blocks = self._slots.holders(message.slots)
@@ -282,7 +282,7 @@ class StagedTier(Actor):
     def _cascade_ended(self, message: m.CascadeEnded | m.CascadeDeferred) -> None:
         blocks = self._slots.holders(message.slots)
         self._slots.free(message.slots)
-        # What was stored was announced just before.
+        # Stored blocks were announced just before.
         done = [block for block in blocks if self._directory.knows(block.key, TIER)]
         self._end_all([block for block in done if block.is_wanted], moved=True)
         self._fail(blocks)
@@ -298,7 +298,7 @@ class StagedTier(Actor):
             self._fail(waiting)
 
     def _link_failed(self, _message: m.LinkFailed) -> None:
-        """End what nobody will answer. The slots at the tier are lost: it may touch them still."""
+        """End blocks that get no answer. Slots at the tier are lost: it may still touch them."""
         self._set_usable(usable=False)
         self._directory.give_up(TIER)
         self._fail([block for block in self._slots.held() if not block.is_copying])
@@ -319,7 +319,7 @@ class StagedTier(Actor):
             self._give_up(late)
 
     def _reset(self, message: m.Reset) -> None:
-        """Begin the generation with that mark. All jobs have been finished before."""
+        """Begin the generation with the message's mark. All jobs have finished before."""
         if message.mark is None:
             return
         self._epoch += 1
@@ -329,7 +329,7 @@ class StagedTier(Actor):
         self.link.post(m.GenerationBegan(self._epoch, message.mark))
 
     def _give_up(self, transfers: Iterable[Transfer]) -> None:
-        """End all blocks of these but those that are being copied, which end soon."""
+        """End all blocks of these transfers, except those being copied, which end soon."""
         given_up = {transfer for transfer in transfers if not transfer.is_given_up}
         for transfer in given_up:
             transfer.give_up()
@@ -341,7 +341,7 @@ class StagedTier(Actor):
         self._stores = deque(block for block in self._stores if block.is_wanted)
 
     def _miss(self, block: Block) -> None:
-        """End a block that did not arrive: its request is not to be sent there once more."""
+        """End a block that did not arrive: its request does not look for it there again."""
         if block.is_wanted:
             if block.transfer.is_load:
                 self._directory.failed(block.key, block.transfer.request, TIER)

@@ -1,4 +1,4 @@
-"""The staging slots of one tier: which are free, and which block each of the others is for.
+"""Tracks the staging slots of one tier: the free ones, and the block that holds each other one.
 
 # Invariant: a slot is either free or held, by one block. Checked: take, free,
 #            a_staging_slot_is_free_or_held_by_one_block.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Transfer:
-    """One job of the other program's, until all its blocks have ended."""
+    """One job of the other program, until all its blocks have ended."""
 
     __slots__ = (
         "deadline",
@@ -42,7 +42,7 @@ class Transfer:
         epoch: int,
         deadline: float,
     ) -> None:
-        """``slots``: the program's own, one a key. ``deadline``: seconds of the clock."""
+        """``slots``: the program's own, one for each key. ``deadline``: seconds of the clock."""
         self.number = number
         self.request = request
         self.keys = keys
@@ -56,11 +56,11 @@ class Transfer:
         self.moved = 0
 
     def give_up(self) -> None:
-        """Note that nothing more is to be begun for it."""
+        """Note that no more work is to be started for it."""
         self.is_given_up = True
 
     def end_block(self, key: Key, *, success: bool, moved: bool = False) -> bool:
-        """Note how one block ended. True: it was the last one."""
+        """Record how one block ended. True: it was the last one."""
         (self.succeeded if success else self.failed).append(key)
         self.moved += moved
         ended = len(self.succeeded) + len(self.failed)
@@ -81,12 +81,12 @@ class Block:
 
     @property
     def key(self) -> Key:
-        """The block's."""
+        """The block's key."""
         return self.transfer.keys[self.index]
 
     @property
     def slot(self) -> int:
-        """The program's."""
+        """The program's slot."""
         return self.transfer.slots[self.index]
 
     def begin_copy(self) -> None:
@@ -94,11 +94,11 @@ class Block:
         self.is_copying = True
 
     def end_copy(self) -> None:
-        """Note that it is no longer."""
+        """Note that the copy has ended."""
         self.is_copying = False
 
     def stop_waiting(self) -> None:
-        """Note that the transfer has its end. What comes later is dropped."""
+        """Note that the block has ended for its transfer. Anything later is dropped."""
         assert self.is_wanted, "a block ended twice"
         self.is_wanted = False
 
@@ -123,7 +123,7 @@ class StagingSlots:
         return self._stores
 
     def take(self, blocks: Sequence[Block]) -> tuple[int, ...]:
-        """Give each block a slot. There must be as many free."""
+        """Give each block a slot. Enough must be free."""
         assert len(blocks) <= len(self._free)
         taken = tuple(self._free.pop() for _ in blocks)
         for slot, block in zip(taken, blocks, strict=True):
@@ -137,7 +137,7 @@ class StagingSlots:
         return [self._held[slot] for slot in slots]
 
     def free(self, slots: Iterable[int]) -> None:
-        """Take back slots that nobody touches any more."""
+        """Take back slots that are not touched any more."""
         for slot in slots:
             block = self._held.pop(slot)
             assert not block.is_copying, "a staging slot is freed while it is copied"

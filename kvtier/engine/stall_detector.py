@@ -1,12 +1,12 @@
-"""Whether what a tier was sent of one kind of work moves. Part of a link's actor.
+"""Detects whether a tier's work of one kind is late or stalled. Part of a link's actor.
 
-Slow is not sick: no piece of work has a deadline of its own. It is late once nothing of its
-kind has ended for as long as the tier may take over one, or once it was overtaken for as long:
-what was sent after it has ended, and it has not. So neither a queue in front of a
-slow tier nor a slow neighbour makes work late; a tier that hangs does, and so does a single
-call that hangs beside others that go on.
+Slow is not failing: no piece of work has its own deadline. It is late once no work of its
+kind has ended for as long as the tier may take for one, or once it was overtaken for as long:
+work sent after it has ended, and it has not. So neither a queue in front of a slow tier nor a slow
+neighbour makes work late. A tier that hangs does, and so does a single call that hangs while
+others go on.
 
-Work counts as begun when it is sent, since a link sends no more than its tier works off soon
+Work counts as begun when it is sent, since a link sends no more than its tier completes soon
 (``kvtier/engine/transfer_times.py``).
 
 # Invariant: what is watched was begun, and has neither ended nor been called late.
@@ -17,16 +17,16 @@ from __future__ import annotations
 
 
 class StallDetector:
-    """Of one peer of a tier and one kind of work. Times are seconds of the clock of its link."""
+    """Watches one kind of work of one peer of a tier. Times are seconds of its link's clock."""
 
     def __init__(self) -> None:
-        self._begun: dict[int, None] = {}  # in the order in which it was sent
+        self._begun: dict[int, None] = {}  # in the order of sending
         self._overtaken: dict[int, float] = {}  # since when
-        self._moved_at = 0.0  # when something ended last, or the tier had something to do again
+        self._moved_at = 0.0  # when work last ended, or the tier last got work after being idle
 
     @property
     def watched(self) -> frozenset[int]:
-        """What is watched. For tests and diagnosis."""
+        """The watched numbers. For tests and diagnosis."""
         return frozenset((*self._begun, *self._overtaken))
 
     @property
@@ -35,14 +35,14 @@ class StallDetector:
         return not (self._begun or self._overtaken)
 
     def on_begin(self, number: int, now: float) -> None:
-        """Watch a piece of work, whose number is larger than those before."""
+        """Watch a piece of work. Its number must be larger than earlier ones."""
         if self.is_idle:
             self._moved_at = now
         assert number not in self._overtaken, "a number is given once"
         self._begun[number] = None
 
     def on_end(self, number: int, now: float) -> None:
-        """Note that the tier has ended a piece of work, watched or not: it moves."""
+        """Note that the tier has ended a piece of work, watched or not, so it makes progress."""
         self._moved_at = now
         if self._overtaken.pop(number, None) is not None or number not in self._begun:
             return
@@ -52,16 +52,16 @@ class StallDetector:
         del self._begun[number]
 
     def leave(self, number: int) -> None:
-        """Watch a piece of work no longer, though the tier has not ended it."""
+        """Stop watching a piece of work, though the tier has not ended it."""
         self._begun.pop(number, None)
         self._overtaken.pop(number, None)
 
     def is_stalled(self, now: float, limit_s: float) -> bool:
-        """Tell whether nothing has ended for so long, though there is something to end."""
+        """Return whether no work has ended for ``limit_s``, though some is watched."""
         return not self.is_idle and now - self._moved_at >= limit_s
 
     def pop_late(self, now: float, limit_s: float) -> list[int]:
-        """Return what is late, and watch it no longer: all that there is if the tier is stalled."""
+        """Return the late work, all of it if the tier is stalled, and stop watching it."""
         if self.is_stalled(now, limit_s):
             late = [*self._overtaken, *self._begun]
             self.forget()
@@ -72,6 +72,6 @@ class StallDetector:
         return late
 
     def forget(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching all work."""
         self._begun.clear()
         self._overtaken.clear()

@@ -1,7 +1,7 @@
-"""What a step asks of the secondary tiers: probes and promotions, sent together when it ends.
+"""Sends a step's probes and promotions to the secondary tiers, together when the step ends.
 
-A tier is then asked once for all that a request needs of it. For a request-scoped one that
-may be the only time: vLLM's ``p2p`` brings a request what it asks for first, and nothing after.
+A tier is then asked once for all blocks that a request needs of it. For a request-scoped tier that
+may be the only time: vLLM's ``p2p`` delivers only the blocks that a request asks for first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StepRequests:
-    """Part of the primary tier's actor: sends its links what lookups have asked for."""
+    """Sends the links the probes and promotions of lookups. Part of the primary tier's actor."""
 
     def __init__(
         self,
@@ -40,12 +40,12 @@ class StepRequests:
         self._ticks = 0  # since a step ended
 
     def end_step(self, epoch: int) -> None:
-        """Send what the step has asked for, and end what held for the step."""
+        """Send the step's probes and promotions, and end state that lasts for a step."""
         self._ticks = 0
         self._send(epoch)
 
     def tick(self, epoch: int) -> None:
-        """Do the same if the step goes on for long: it may be that none ever ends."""
+        """Send them too if the step takes long: it may never end."""
         self._ticks += 1
         if self._ticks > 1:
             self._send(epoch)

@@ -1,7 +1,7 @@
-"""Lets a block into the primary tier only once it was offered often enough.
+"""Admits a block to the primary tier only once it was offered often enough.
 
-vLLM's ``store_threshold``: most blocks are never used again, and a block that
-is offered a second time has shown that it is.
+vLLM's ``store_threshold``: most blocks are never used again, and a second
+offer of a block shows that this one is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StoreFilter:
-    """Counts offers of up to ``max_tracker_size`` keys; the least recently offered go."""
+    """Counts offers of up to ``max_tracker_size`` keys; forgets the least recently offered."""
 
     def __init__(self, threshold: int, max_tracker_size: int) -> None:
         self._threshold = threshold
@@ -26,13 +26,13 @@ class StoreFilter:
 
     @classmethod
     def if_wanted(cls, threshold: int, max_tracker_size: int) -> StoreFilter | None:
-        """Return a filter; None where the first offer is enough."""
+        """Return a filter; None if the first offer is enough."""
         return cls(threshold, max_tracker_size) if threshold > 1 else None
 
     def keep(self, wanted: Iterable[Key], offered: Iterable[Key]) -> list[Key]:
         """Count an offer of each key of ``offered``.
 
-        Return those of ``wanted``, which are among them, that were offered
+        Return the keys of ``wanted``, a subset, that were offered
         ``threshold`` times or more.
         """
         often = set()
@@ -54,7 +54,7 @@ def wanted_of(
     often: StoreFilter | None,
     counts: PrimaryCounts,
 ) -> list[Key]:
-    """Return what is to be stored of an offer, each once; count what was not offered enough."""
+    """Return the keys of an offer to store, each once; count those not offered often enough."""
     new = new_keys(keys, slot_of)
     if often is None:
         return new
@@ -64,7 +64,7 @@ def wanted_of(
 
 
 def new_keys(keys: Sequence[Key], slot_of: Mapping[Key, int]) -> list[Key]:
-    """Return those that have no slot, each once."""
+    """Return the keys that have no slot, each once."""
     if slot_of.keys().isdisjoint(keys) and len(frozenset(keys)) == len(keys):
-        return list(keys)  # as it mostly is: in half of the time
+        return list(keys)  # the usual case, in half the time
     return [key for key in dict.fromkeys(keys) if key not in slot_of]

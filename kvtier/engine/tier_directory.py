@@ -1,13 +1,13 @@
-"""Which secondary tier has a block, as far as the engine cell knows.
+"""Tracks which secondary tiers have a block, as far as the engine cell knows.
 
-Three sources, in this order: what a running request was told when it asked
-(its *verdict*, which holds until the request ends, so that no key is asked
-for twice by one request); what tiers said of their own accord (*known*); and
-asking them (*probes*, collected during a step and sent at its end).
+Three sources, in this order: the answer that a running request got to its probe
+(its *verdict*, which holds until the request ends, so that no request probes for
+a key twice); presence that tiers have reported by themselves (*known*); and
+*probes*, collected during a step and sent at its end.
 
-A probe is for all requests that want the key. Where a tier is request-scoped, what it
-says to one is no answer to another: a request with parameters for such a tier has
-probes of its own.
+A probe is for all requests that want the key. The answer of a request-scoped tier
+to one request does not hold for another: a request with parameters for such a tier
+has its own probes.
 
 A tier that failed to deliver a key to a request isn't asked for that key by
 that request again. So each request waits at most once for each tier, and
@@ -33,13 +33,13 @@ NOWHERE: Final = -1
 """No tier that the request may use has the key."""
 
 ASKING: Final = -2
-"""Tiers are being asked."""
+"""Tiers are being probed."""
 
 _ALL: Final = -1  # tiers
 
 
 class Search:
-    """What one running request has been told."""
+    """The answers and failures of one running request."""
 
     __slots__ = (
         "_failed",
@@ -56,16 +56,16 @@ class Search:
     def __init__(self, request: RequestId, tiers: TierSet, probes: _Probes) -> None:
         self.request = request
         self.tiers = tiers  # the tiers it may be served from
-        self.probes = probes  # which it shares with others, or has to itself
+        self.probes = probes  # shared with other requests, or its own
         self.verdicts: dict[Key, TierSet] = {}
-        self.failed: dict[Key, TierSet] = {}  # those too that it declines
+        self.failed: dict[Key, TierSet] = {}  # including those that it declines
         self._failed = self.failed  # without those that it declines
         self.gaps: set[bytes] = set()  # groups in which a key of this step is PROBING
-        self.asked: list[Key] = []  # keys whose probes it waits for, or did
-        self.in_order = False  # it has one group, of full attention: no key is of use behind a gap
+        self.asked: list[Key] = []  # keys whose probes it waits for, or has waited for
+        self.in_order = False  # it has one full-attention group: no key is of use behind a gap
 
     def ask_in_order(self) -> None:
-        """Note that what it asks for is of no use behind what is not there."""
+        """Note that its keys are of no use behind a missing one."""
         self.in_order = True
 
     def fail(self, key: Key, bit: TierSet) -> None:
@@ -75,25 +75,25 @@ class Search:
             self.failed[key] = self.failed.get(key, 0) | bit
 
     def decline(self, keys: Iterable[Key]) -> None:
-        """Have it served from no tier what it rather computes."""
+        """Serve these keys from no tier: the request computes them instead."""
         self.failed = {**self.failed, **dict.fromkeys(keys, _ALL)}
 
     def end_decline(self) -> None:
-        """Let it be served again what it declined."""
+        """Serve it the declined keys again."""
         self.failed = self._failed
 
     def declined(self) -> frozenset[Key]:
-        """Return what it declines. For tests and diagnosis."""
+        """Return the keys that it declines. For tests and diagnosis."""
         return frozenset(key for key, tiers in self.failed.items() if tiers == _ALL)
 
     def clear(self) -> None:
-        """Forget what failed, and what was declined."""
+        """Forget failed and declined keys."""
         self._failed.clear()
         self.failed = self._failed
 
 
 class _Probe(Struct, gc=False):
-    """One key that tiers are being asked for, all at once."""
+    """The probes for one key, at all its tiers at once."""
 
     asked: TierSet
     pending: TierSet
@@ -102,13 +102,13 @@ class _Probe(Struct, gc=False):
 
 
 class _Probes:
-    """What is asked for all requests together, or for one that tiers answer apart from others."""
+    """The probes of all requests together, or of one that tiers answer apart from others."""
 
     __slots__ = ("of", "unsent")
 
     def __init__(self, tier_count: int) -> None:
         self.of: dict[Key, _Probe] = {}
-        # Of each tier, by who asked first.
+        # Of each tier, by the request that asked first.
         self.unsent: list[dict[RequestId, list[Key]]] = [{} for _ in range(tier_count)]
 
     def stop(self, keys: Iterable[Key]) -> None:
@@ -118,12 +118,12 @@ class _Probes:
                 self.of.pop(key, None)
 
     def reset(self) -> None:
-        """Forget all; late answers will be ignored."""
+        """Forget all probes; late answers will be ignored."""
         self.of.clear()
         self.unsent = [{} for _ in self.unsent]
 
     def pop_unsent(self) -> Iterator[tuple[int, RequestId, list[Key]]]:
-        """Yield what to ask each tier for, and who asked first; it counts as sent then."""
+        """Yield tier, first asker and keys of unsent probes; they count as sent then."""
         for tier, asked in enumerate(self.unsent):
             if asked:
                 self.unsent[tier] = {}
@@ -133,13 +133,13 @@ class _Probes:
                         yield tier, asker, wanted
 
     def ask(self, key: Key, tiers: TierSet, asker: RequestId) -> None:
-        """Have these tiers asked for a key at the end of the step."""
+        """Have these tiers probed for a key at the end of the step."""
         for tier, asked in enumerate(self.unsent):
             if tiers >> tier & 1:
                 asked.setdefault(asker, []).append(key)
 
     def withdrawn(self, tier: int, keys: Iterable[Key]) -> None:
-        """Take back what a tier was not asked for, or have it asked for whoever still waits."""
+        """Drop unsent probes of a tier, or ask again if a request still waits for them."""
         bit = 1 << tier
         for key in keys:
             probe = self.of.get(key)
@@ -154,7 +154,7 @@ class _Probes:
                 del self.of[key]
 
     def _is_wanted(self, key: Key, bit: TierSet) -> bool:
-        """Tell whether a request still waits for this tier's answer; if not, expect none."""
+        """Return whether a request still waits for this tier's answer; if not, expect none."""
         probe = self.of.get(key)
         if probe is None:
             return False
@@ -169,14 +169,14 @@ class _Probes:
 
 @dataclass(frozen=True)
 class DirectoryAudit:
-    """Where blocks are said to be, and who asks."""
+    """A snapshot of known blocks, and of the requests that wait for probes."""
 
     known: Mapping[Key, TierSet]
     waiters: Mapping[Key, frozenset[RequestId]]  #: of each key that tiers are asked for
-    settled: frozenset[Key]  #: what requests know; later tiers may still owe an answer
+    settled: frozenset[Key]  #: keys with verdicts; later tiers may still owe an answer
     unsent: frozenset[Key]
     requests: frozenset[RequestId]
-    declined: Mapping[RequestId, frozenset[Key]]  #: what requests compute rather than load
+    declined: Mapping[RequestId, frozenset[Key]]  #: keys that requests compute rather than load
 
 
 class TierDirectory:
@@ -194,7 +194,7 @@ class TierDirectory:
         self._with_gaps: list[Search] = []
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return what is done for each message that the primary tier leaves to this."""
+        """Return the handler of each message type that the primary tier delegates to this."""
         return {
             m.ProbeEnded: lambda x: self.answered(x.tier, x.keys, x.present, x.request),
             m.ProbesWithdrawn: lambda x: self._shared.withdrawn(x.tier, x.keys),
@@ -203,9 +203,9 @@ class TierDirectory:
         }
 
     def start(self, request: RequestId, tiers: TierSet, *, apart: bool = False) -> Search:
-        """Begin a request that may be served from ``tiers``; return what ``find`` needs.
+        """Begin a request that may be served from ``tiers``; return its search for ``find``.
 
-        ``apart``: what tiers have depends on the request, so that no answer is another's too.
+        ``apart``: tiers' contents depend on the request, so it shares no answer with others.
         """
         probes = self._shared
         if apart:
@@ -214,16 +214,16 @@ class TierDirectory:
         return search
 
     def end(self, request: RequestId) -> None:
-        """Forget what the request was told."""
+        """Forget the request, and the answers it got."""
         self.stop_waiting(request)
         self._searches.pop(request, None)
         self._apart.pop(request, None)
 
     def stop_waiting(self, request: RequestId) -> frozenset[Key]:
-        """Note that the request waits for nothing any more. What is not sent yet is not asked.
+        """Note that the request no longer waits. Its unsent probes are not sent.
 
-        What it declined to load it may load when it waits again. Returns what tiers may have been
-        asked for that nobody waits for now.
+        It may load keys that it declined when it waits again. Returns the keys without waiters
+        that tiers may have been asked for.
         """
         search = self._searches.get(request)
         if search is None:
@@ -244,8 +244,8 @@ class TierDirectory:
     def find(self, key: Key, search: Search) -> int:
         """Return a tier's number to promote from, ``NOWHERE``, or ``ASKING``.
 
-        ``ASKING`` also where a tier has the key, but a key before it in this
-        step and group is being asked for: only a contiguous prefix is promoted.
+        ``ASKING`` also if a tier has the key, but a key before it in this
+        step and group is being probed for: only a contiguous prefix is promoted.
         """
         allowed = search.tiers & self._usable
         if search.failed:
@@ -268,13 +268,13 @@ class TierDirectory:
         return ASKING
 
     def seen_at(self, key: Key, search: Search) -> int:
-        """Return the tier that ``find`` would name, or ask first, or ``NOWHERE``. Asks nobody."""
+        """Return the tier that ``find`` would name or ask first, or ``NOWHERE``. Sends no probe."""
         having, asked = self._having(key, search)
-        seen = having or asked  # as if it were there
+        seen = having or asked  # as if it had the key
         return (seen & -seen).bit_length() - 1 if seen else NOWHERE
 
     def is_known(self, key: Key, search: Search) -> bool:
-        """Tell whether ``find`` would ask nobody for the key."""
+        """Return whether ``find`` would not have to probe for the key."""
         having, asked = self._having(key, search)
         return bool(having) or not asked
 
@@ -289,11 +289,11 @@ class TierDirectory:
         return allowed & self._known.get(key, 0), allowed & self._answering
 
     def decline(self, keys: Iterable[Key], search: Search) -> None:
-        """Find these nowhere for this request, until it waits for nothing any more."""
+        """Find these keys nowhere for this request, until it no longer waits."""
         search.decline(keys)
 
     def is_apart(self, request: RequestId) -> bool:
-        """Tell whether tiers answer the request apart from others."""
+        """Return whether tiers answer the request apart from others."""
         return request in self._apart
 
     def stop_probing(self, keys: Iterable[Key]) -> None:
@@ -305,9 +305,9 @@ class TierDirectory:
     def answered(
         self, tier: int, keys: Sequence[Key], present: Sequence[bool], request: RequestId = ""
     ) -> None:
-        """Take one tier's answers. What nobody waits for any more is ignored.
+        """Apply one tier's answers. Answers without waiters are ignored.
 
-        ``request``: the one that they are for, if it is answered apart.
+        ``request``: the one they are for, if it is answered apart.
         """
         probes = self._apart.get(request) if request else self._shared
         if probes is not None:
@@ -333,10 +333,10 @@ class TierDirectory:
                     search.verdicts[key] = probe.found
 
     def _is_settled(self, probe: _Probe) -> bool:
-        """Tell whether the answers still owed can't matter to anybody who waits.
+        """Return whether the outstanding answers can't matter to any waiting request.
 
-        A slow last tier then holds up nobody. It is not asked again should the
-        tier that has the key fail to deliver it: the block is recomputed.
+        So a slow last tier does not hold up requests. It is not asked again if the
+        tier that has the key fails to deliver it: the block is recomputed.
         """
         first = probe.found & -probe.found
         if not first or probe.pending & (first - 1):
@@ -352,30 +352,30 @@ class TierDirectory:
             search.fail(key, 1 << tier)
 
     def learn(self, tier: int, added: Sequence[Key], removed: Sequence[Key]) -> None:
-        """Take what a tier says of its contents, gains before losses."""
+        """Apply the contents that a tier has reported, gains before losses."""
         bit = 1 << tier
         known = self._known
         for key in added:
             known[key] = known.get(key, 0) | bit
         for key in removed:
             self._unlearn(key, bit)
-        # Forgetting is harmless: the tier is then asked. The oldest go first.
+        # Forgetting is harmless: the tier is then probed. The oldest go first.
         while len(known) > self._directory_keys_max:
             del known[next(iter(known))]
 
     def forget_all(self) -> None:
-        """Forget what is known of all tiers, and what running requests were told."""
+        """Forget the known keys of all tiers, and the verdicts of running requests."""
         self._known.clear()
         for search in self._searches.values():
             search.verdicts.clear()
 
     def forget_tier(self, tier: int) -> None:
-        """Forget what is known of a tier that was restarted."""
+        """Forget the known keys of a tier that was restarted."""
         for key in [key for key, tiers in self._known.items() if tiers >> tier & 1]:
             self._unlearn(key, 1 << tier)
 
     def knows(self, key: Key, tier: int) -> bool:
-        """Tell whether the tier has said that it has the key."""
+        """Return whether the tier has reported that it has the key."""
         return bool(self._known.get(key, 0) >> tier & 1)
 
     def set_usable(self, tier: int, *, usable: bool, answers: bool = True) -> None:
@@ -385,23 +385,23 @@ class TierDirectory:
         self._answering = self._answering | bit if answers else self._answering & ~bit
 
     def give_up(self, tier: int) -> None:
-        """Take every answer that the tier still owes as a no: it can't be asked any more."""
+        """Count the tier's outstanding answers as misses: it can't be asked any more."""
         for probes in (self._shared, *self._apart.values()):
             probes.unsent[tier] = {}
             owed = [key for key, probe in probes.of.items() if probe.pending >> tier & 1]
             self._settle(tier, probes, owed, (False,) * len(owed))
 
     def pop_unsent(self) -> Iterator[tuple[int, RequestId, list[Key]]]:
-        """Yield tier, who asked first, and the keys to ask for; it counts as sent then."""
+        """Yield tier, first asker and keys of shared unsent probes; they count as sent then."""
         return self._shared.pop_unsent()
 
     def asks_in_order(self, request: RequestId) -> bool:
-        """Tell whether no key is of use to a request behind one that is not there."""
+        """Return whether a request's keys are of no use behind a missing one."""
         search = self._searches.get(request)
         return search is not None and search.in_order
 
     def pop_unsent_apart(self) -> Iterator[tuple[RequestId, int, list[Key]]]:
-        """Yield what to ask each tier for one request; as above."""
+        """Yield the unsent probes of requests answered apart; they count as sent then."""
         for request, probes in self._apart.items():
             for tier, _, keys in probes.pop_unsent():
                 yield request, tier, keys
@@ -413,7 +413,7 @@ class TierDirectory:
         self._with_gaps.clear()
 
     def reset(self) -> None:
-        """Forget all probes; late answers will be ignored. Tiers keep what they have."""
+        """Forget all probes; late answers will be ignored. Known keys stay."""
         for probes in (self._shared, *self._apart.values()):
             probes.reset()
         for search in self._searches.values():
@@ -421,7 +421,7 @@ class TierDirectory:
             search.asked = []
 
     def audit(self) -> DirectoryAudit:
-        """Return all that is kept here, frozen. For tests and diagnosis: it costs O(n)."""
+        """Return the whole state, frozen. For tests and diagnosis: it costs O(n)."""
         waiters: dict[Key, frozenset[RequestId]] = {}
         unsent: set[Key] = set()
         for probes in (self._shared, *self._apart.values()):

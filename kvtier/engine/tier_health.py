@@ -1,7 +1,7 @@
-"""Whether a tier is given work: its circuit breakers and its connection, and who hears of them.
+"""Decides whether a tier is given work, by its circuit breakers and its connection.
 
-Part of a link's actor. The primary tier is told when the tier's blocks become of use, or no
-longer are; a person reads of the breakers in the log.
+Part of a link's actor. It notifies the primary tier when the tier becomes usable, or no longer is,
+and logs changes of the breakers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from kvtier.settings.runtime_config import RuntimeConfig
 
 NAMES: Final = {Work.PROBE: "probes", Work.LOAD: "loads", Work.STORE: "stores"}
-"""What people read of kinds of work."""
+"""Names of the kinds of work in logs and statistics."""
 
 
 class TierHealth:
-    """Of one tier."""
+    """The health of one tier."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class TierHealth:
         peer_of: Callable[[RequestId], str],
     ) -> None:
         """``number``: the tier's."""
-        self.peer_of = peer_of  #: tells which of its peers is to do a request's work, if it has any
-        self.time = LinkTime()  #: by which it is judged
+        self.peer_of = peer_of  #: returns the peer that does a request's work, if it has peers
+        self.time = LinkTime()  #: used for its deadlines and pauses
         self._number = number
         self._name = config.tiers[number].name
 
@@ -56,7 +56,7 @@ class TierHealth:
         self._primary = primary
         self._log = log
         self._told = (True, True)
-        self.is_open = False  #: whether its backend has been open
+        self.is_open = False  #: whether its backend has ever opened
 
     @property
     def states(self) -> dict[Work, BreakerState]:
@@ -69,19 +69,19 @@ class TierHealth:
         return self._breakers[Work.LOAD].state is BreakerState.DISABLED
 
     def takes(self, work: Work) -> bool:
-        """Tell whether work may be sent, now or once the one that is tried has ended."""
+        """Return whether work may be sent, now or once a trial has ended."""
         return self._connection.is_up and self._breakers[work].allows
 
     def tries(self, work: Work) -> bool:
-        """Tell whether the next piece of work shows whether the tier is well again."""
+        """Return whether the next piece of work is a trial of the tier."""
         return self._breakers[work].state is BreakerState.HALF_OPEN
 
     def try_acquire(self, work: Work) -> bool:
-        """Tell whether a piece of work may be sent now. It may be the one that is tried."""
+        """Return whether a piece of work may be sent now. It may become the trial."""
         return self._connection.is_up and self._breakers[work].try_acquire()
 
     def trusts(self, work: Work, peer: str) -> bool:
-        """Tell whether one of the tier's peers may be sent work now."""
+        """Return whether one of the tier's peers may be sent work now."""
         return self._peers.allows(work, peer)
 
     def on_sent(self, work: Work, peer: str) -> None:
@@ -95,7 +95,7 @@ class TierHealth:
         return is_open or self._peers.pauses
 
     def end_pauses(self) -> None:
-        """Go on once the pause of a breaker is over."""
+        """Begin trials of breakers whose pause is over."""
         if self.pauses:
             for breaker in self._breakers.values():
                 breaker.pass_time(self.time.now)
@@ -118,7 +118,7 @@ class TierHealth:
         self._change(work, Breaker.failed, how, peer)
 
     def late(self, work: Work, count: int, peer: str, *, is_stalled: bool) -> None:
-        """Note that the tier is late with so much, ``is_stalled``: with all that it has."""
+        """Note that the tier is late with ``count`` pieces of work; ``is_stalled``: with all."""
         if is_stalled:
             how = f"did nothing of its {NAMES[work]} for too long"
             self._change(work, Breaker.stalled, how, peer)
@@ -150,9 +150,9 @@ class TierHealth:
         self._peers.showed_nothing(work)
 
     def reconnected(self) -> None:
-        """Try everything again at once: what failed was the server, and it is back.
+        """Try all work again at once: the server had failed, and is back.
 
-        Or the tier had not opened yet, however long that took.
+        Or the tier has opened for the first time, however long that took.
         """
         self.is_open = True
         for breaker in self._breakers.values():
@@ -161,7 +161,7 @@ class TierHealth:
         self.tell_usable()
 
     def broke(self) -> None:
-        """Send nothing any more, unless the tier is restarted."""
+        """Send no more work unless the tier is restarted."""
         for breaker in self._breakers.values():
             breaker.broke()
 
@@ -172,7 +172,7 @@ class TierHealth:
         self._peers.forget()
 
     def tell_usable(self) -> None:
-        """Tell the primary tier what the tier may be asked for, if that is news."""
+        """Notify the primary tier if the tier's usability for loads or probes has changed."""
         told = (self.takes(Work.LOAD), self.takes(Work.PROBE))
         if told != self._told:
             self._told = told

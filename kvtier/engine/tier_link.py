@@ -1,20 +1,20 @@
-"""The engine cell's end of one secondary tier.
+"""Represents one secondary tier in the engine cell.
 
-It keeps the jobs and probes in flight, and what waits until the tier has room for it; notices
-when the tier does nothing any more, and leaves a sick one alone
+It keeps the jobs and probes in flight, and those that wait until the tier has room for them. It
+detects when the tier makes no progress any more, and sends a failing one no work
 (``kvtier/engine/circuit_breaker.py``). Whatever the tier does or doesn't do, the primary tier
-gets exactly one answer to each thing it asked for:
+gets exactly one answer to each of these:
 
 - a probe: ``ProbeEnded``;
 - a promotion: ``PromotionEnded``; ``PromotionWithdrawn`` if it was withdrawn before it was sent;
   or, when the tier is late or its request has lost patience, ``PromotionAbandoned`` and later,
-  when the tier has let go, ``PromotionLate`` or ``SlotsReleased``;
-- a cascade: ``CascadeEnded`` or, for what the tier does not have, ``CascadeDeferred``; only when
-  the tier has released the slots.
+  when the tier has released the slots, ``PromotionLate`` or ``SlotsReleased``;
+- a cascade: ``CascadeEnded`` or, for blocks that the tier does not have, ``CascadeDeferred``; only
+  when the tier has released the slots.
 
-Whatever it sends has the mark of the generation that its primary tier is in
-(``kvtier/core/generations.py``); what the tier answers to things sent before is
-accounted for, and otherwise says nothing about what can be found now.
+All that it sends has the mark of the generation that its primary tier is in
+(``kvtier/core/generations.py``). Answers to earlier messages are accounted for, but otherwise
+ignored: they do not show which blocks can be found now.
 
 An answer whose id isn't in flight is counted and otherwise ignored.
 """
@@ -72,9 +72,9 @@ class TierLink(Actor):
         self.log = log
         self.counts = TierCounts()
         self.backend_counts = BackendCounts()
-        self.promotion_seconds: Observed[tuple[float, bool]] = Observed()  #: and its success
-        self.tells_uses = False  #: whether the tier evicts, and so wants to know what is used
-        self.request_scoped = False  #: whether what it has depends on the request
+        self.promotion_seconds: Observed[tuple[float, bool]] = Observed()  #: and whether complete
+        self.tells_uses = False  #: whether the tier evicts, and so needs reports of use
+        self.request_scoped = False  #: whether its contents depend on the request
         self.serves_others = False  #: whether it asks for blocks by itself
         self.room = WriteBacklog(number, config, self.counts, relay, primary)
         self._number = number
@@ -100,11 +100,11 @@ class TierLink(Actor):
         self._probes = Probes(
             number, config, numbers, self._health, self.contents, tier=tier, primary=primary
         )
-        self.probe_seconds = self._probes.seconds  #: from asking until the answer
+        self.probe_seconds = self._probes.seconds  #: from sending until the answer
         self._mark = mark_of_name(config.weights_version)  # of the generation
         self._probes.begin_generation(self._mark)
         self.drain_events = self.contents.drain_events
-        self._is_told = False  # whether the tier's cell has been told of it
+        self._is_told = False  # whether the tier was notified of the generation
         self._uses = AccessRelay(tier)
         self._abandoned_slots = 0
         self._was_idle = True  # at the last Tick
@@ -139,7 +139,7 @@ class TierLink(Actor):
         }
 
     def set_traits(self, traits: BackendTraits) -> None:
-        """Learn what the tier's backend is like."""
+        """Apply the traits of the tier's backend."""
         self.tells_uses = traits.capacity_blocks is not None
         self.contents.set_traits(traits)
         self.backend_counts.learn_levels(traits.levels)
@@ -154,7 +154,7 @@ class TierLink(Actor):
             self.primary.post(m.TierIsRequestScoped(tier=self._number))
         self._health.tell_usable()
 
-    # --- what the primary tier asks for ---
+    # --- messages of the primary tier ---
 
     def _generation_began(self, message: m.GenerationBegan) -> None:
         self._mark = message.mark
@@ -164,7 +164,7 @@ class TierLink(Actor):
         self._tell_generation()
 
     def _tell_generation(self) -> None:
-        """Have the tier make room. Told again with each job and probe: this may be refused."""
+        """Notify the tier, which makes room. Jobs and probes repeat it, as this may be refused."""
         self._is_told = self.tier.post(m.GenerationBegan(self.contents.since, self._mark))
 
     def _promote(self, message: m.Promote) -> None:
@@ -177,7 +177,7 @@ class TierLink(Actor):
         self._send_waiting(self._loads)
 
     def _withdraw(self, message: m.Withdraw) -> None:
-        """Release what is not sent yet. What is at the tier is read to its end."""
+        """Release unsent loads. Loads at the tier are read to their end."""
         waiting, request = self._loads.waiting, message.request
         for job in waiting.pop_all() if request is None else waiting.pop_request(request):
             self.counts.promotions_withdrawn += len(job.keys)
@@ -185,7 +185,7 @@ class TierLink(Actor):
         self._probes.withdraw(message)
 
     def _cascade(self, message: m.Cascade) -> None:
-        if message.epoch < self.contents.since:  # Computed with the weights from before.
+        if message.epoch < self.contents.since:  # Computed with earlier weights.
             self.room.drop(message)
             return
         self._uses.send(self.time.now)  # before it evicts
@@ -207,11 +207,11 @@ class TierLink(Actor):
         self._send_waiting(self._stores)
 
     def _send_waiting(self, transfers: Transfers) -> None:
-        """Send the tier what it has room for. If it is sick, nobody waits for it."""
+        """Send the jobs that the tier has room for. If it is failing, end all waiting ones."""
         if transfers.waiting and not self._takes(transfers.work):
             self._refuse(transfers.waiting.pop_all())
         while len(self._loads.jobs) + len(self._stores.jobs) < self._config.jobs_in_flight_max:
-            # A request may be brought no more than this; and what is behind a trial is refused.
+            # A request may get no more blocks than these; and jobs behind a trial are refused.
             whole = self.request_scoped or self._health.tries(transfers.work)
             if (job := transfers.pop_next(whole=whole)) is None:
                 return
@@ -244,7 +244,7 @@ class TierLink(Actor):
         return True
 
     def _refuse(self, jobs: Sequence[Job]) -> None:
-        """End jobs that the tier is not given."""
+        """End jobs that are not sent to the tier."""
         for job in jobs:
             if job.is_load:
                 self.counts.promotions_dropped += len(job.keys)
@@ -252,7 +252,7 @@ class TierLink(Actor):
             else:
                 self.room.not_sent(job, self.time.now)
 
-    # --- what the tier answers ---
+    # --- answers of the tier ---
 
     def _job_ended(self, message: m.JobEnded) -> None:
         transfers = self._loads if message.job in self._loads.jobs else self._stores
@@ -283,9 +283,9 @@ class TierLink(Actor):
         self._ask_again()
 
     def _arrived_late(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
-        """Release the slots of a job that nobody waits for; keep what has arrived in them."""
+        """Release the slots of an abandoned job; keep blocks that have arrived in them."""
         self._abandoned_slots -= len(job.slots)
-        if self.request_scoped:  # that is of no use to others
+        if self.request_scoped:  # such blocks are of no use to others
             self.primary.post(m.SlotsReleased(slots=job.slots))
         else:
             self.primary.post(m.PromotionLate(job.keys, job.slots, outcomes, job.epoch))
@@ -294,7 +294,7 @@ class TierLink(Actor):
         self.contents.stored(job.done(outcomes), job.epoch)
         is_whole = self.room.stored(job, outcomes, self.time.now)
         if not is_whole or self.room.is_full(self.time.now):
-            self._refuse(self._stores.waiting.pop_all())  # It may follow on what is missing now.
+            self._refuse(self._stores.waiting.pop_all())  # They may follow missing blocks.
 
     # --- time ---
 
@@ -303,7 +303,7 @@ class TierLink(Actor):
             self._tell_generation()
         self.pass_time(message.now)
         is_idle = self._loads.is_idle and self._stores.is_idle
-        looks, self._was_idle = not (is_idle and self._was_idle), is_idle  # at the end once more
+        looks, self._was_idle = not (is_idle and self._was_idle), is_idle  # once more at the end
         if looks:
             self._look()
         self._uses.tick(self.time.now)
@@ -317,19 +317,19 @@ class TierLink(Actor):
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether a Tick would come to ``pass_time``."""
+        """Whether a Tick would do no more than ``pass_time``."""
         looks = not (self._was_idle and self._loads.is_idle and self._stores.is_idle)
         waits = looks or self.room.has_deferred or self._probes.is_under_way or not self._is_told
         waits = waits or self._relay.has_unsent or bool(self.contents.untold)
         return not (waits or self._health.pauses)
 
     def pass_time(self, now: float) -> None:
-        """Learn the time. At rest a Tick comes to no more for a while, and nothing is posted."""
+        """Set the time. A Tick of an idle link does no more for a while, and posts nothing."""
         self.time.pass_to(now)
         self._probes.pass_time()
 
     def _look(self) -> None:
-        """Wait no longer for what the tier is late with, and learn from what has ended."""
+        """Stop waiting for jobs that are late, and learn from jobs that have ended."""
         for transfers in (self._loads, self._stores):
             for peer, late, is_stalled in transfers.lose_late():
                 self.counts.jobs_timed_out += len(late)
@@ -343,7 +343,7 @@ class TierLink(Actor):
         self._cut_loads()
 
     def _cut_loads(self) -> None:
-        """Let requests compute that have waited for long enough: no failure of the tier."""
+        """Let requests that have waited long enough compute. That is no failure of the tier."""
         for job in self._loads.waiting.pop_due(self.time.now):
             self.counts.promotions_cut += len(job.keys)
             self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
@@ -355,7 +355,7 @@ class TierLink(Actor):
                 self._abandon(job)
 
     def _tell_cost(self) -> None:
-        """Tell what a load takes now, behind all that is at the tier or waits for it."""
+        """Report the cost of a load now, behind all loads that are at the tier or wait for it."""
         cost = self._loads.times.cost(self._loads.waiting.blocks)
         if cost != self._told_cost:
             self._told_cost = cost
@@ -364,7 +364,7 @@ class TierLink(Actor):
     # --- the tier's life ---
 
     def _connection_changed(self, message: m.ConnectionChanged) -> None:
-        """Give the tier nothing while its backend has no server, and have nobody wait for it."""
+        """Send the tier no work while its backend has no server, and end waits for it."""
         if not self._connection.change(message.state):
             return
         self.counts.connections_lost += message.state is Connection.GONE
@@ -381,7 +381,7 @@ class TierLink(Actor):
         self.log.post(new_policy(self._tier_config.name, message))
 
     def _tier_broke(self, message: m.TierBroke) -> None:
-        """Cut the tier off. Its threads may still be at work, so slots stay as they are."""
+        """Disable the tier. Its threads may still be running, so slots stay as they are."""
         if not self._health.is_disabled:
             self.counts.broke += 1
             self.log.post(
@@ -399,7 +399,7 @@ class TierLink(Actor):
         """Take back every slot: nothing of the tier is left that could touch one."""
         self._health.broke()
         self._connection.restart()
-        self.contents.cleared()  # nothing is found in it until another cell has opened
+        self.contents.cleared()  # no block is found in it until a new cell has opened
         self._probes.end_all()
         for job in (*self._loads.fence(), *self._stores.fence()):
             if not job.is_load:
@@ -446,12 +446,12 @@ class TierLink(Actor):
         return len(self._probes), len(self._loads.jobs), len(self._stores.jobs)
 
     def awaited(self) -> int:
-        """Return how much may still end in time: probes, jobs or what waits to be one, and news."""
+        """Return how many probes, jobs, waiting blocks and unreported changes may end in time."""
         told = len(self._probes) + self._probes.waiting + self.contents.untold
         return told + self._loads.awaited + self._stores.awaited
 
     def audit(self) -> LinkAudit:
-        """Return what is in flight, frozen. For tests and diagnosis: it costs O(n)."""
+        """Return the state in flight, frozen. For tests and diagnosis: it costs O(n)."""
         jobs = {**self._loads.jobs, **self._stores.jobs}
         return LinkAudit(
             self._health.states,

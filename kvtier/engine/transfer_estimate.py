@@ -1,20 +1,20 @@
-"""What a load from one tier takes now: latency, and time for each block that waits there.
+"""Estimates how long a load from one tier takes now: latency, and time per outstanding block.
 
 The model is a line: a job that was sent when ``blocks`` were outstanding at the tier, its
 own included, takes ``latency_s + seconds_per_block * blocks``. It is fitted to the jobs
 that ended, by least squares with exponential forgetting (Haykin, *Adaptive Filter Theory*,
 "recursive least squares"; with two parameters the normal equations are solved outright).
 An observation weighs half as much after three more, and after ``HALF_LIFE_S`` without any.
-Both parameters are at least 0. Errors count in proportion to what was expected.
+Both parameters are at least 0. Errors count in proportion to the expected time.
 
-A job that was given up took at least so long; what is known of a wait that has lasted for
-``t`` without an end is that it will often last as long again, so it counts as twice that. Its
-end, should it come, is an observation like others.
+A job that was given up took at least as long as it was waited for. A wait that has lasted for
+``t`` will often last as long again, so it counts as twice that. If the job ends after all, that is
+an observation like others.
 
-While all jobs were about as long, there is no telling latency from throughput. Then all is
-taken for throughput: a longer load is expected to take longer.
+While all jobs were about as long, latency and throughput can't be separated. Then all time counts
+as throughput: a longer load is expected to take longer.
 
-Times are seconds of the clock of its link, which tells them and never reads a clock.
+Times are seconds of the clock of its link, which passes them in; no clock is read here.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from kvtier.core.load_messages import LoadCost
 from kvtier.engine.changes import ChangeDetector, bounded
 
 FORGETTING: Final = 0.8
-"""What an observation's weight is multiplied by for each later one."""
+"""Factor on an observation's weight for each later one."""
 
 HALF_LIFE_S: Final = 10.0
-"""After so long without an observation, what is known counts for half as much."""
+"""Time without an observation after which earlier ones count half."""
 
 ALIKE: Final = 0.02
-"""Lengths whose variance is below this share of their square tell no latency from throughput."""
+"""Minimum variance of lengths, as a share of their square, to separate latency and throughput."""
 
 SPREAD_FIRST: Final = 0.5
 SPREAD_MIN: Final = 0.1
 SPREAD_MAX: Final = 2.0
 SECONDS_MIN: Final = 1e-6
-"""No load takes less. A clock that stands still between two ticks would say so."""
+"""No load takes less, though a clock that stands still between two ticks may show 0."""
 
 GIVEN_UP_FACTOR: Final = 2.0
 
 
 class TransferEstimate:
-    """Of one tier."""
+    """The transfer estimate of one tier."""
 
     def __init__(self) -> None:
         self.latency_s = 0.0
         self.block_s = 0.0
         self.spread = SPREAD_FIRST
         self._changes = ChangeDetector()
-        self._weights = 0.0  # each observation's, of which the newest has 1
+        self._weights = 0.0  # sum over observations; the newest has weight 1
         self._at = 0.0  # when the last observation was made
         self._forget()
 
@@ -65,7 +65,7 @@ class TransferEstimate:
         return self._weights > 0
 
     def seconds(self, blocks: int) -> float | None:
-        """Return what a job takes with so many blocks outstanding; None: nothing is known."""
+        """Return the seconds that a job takes with ``blocks`` outstanding; None: not known yet."""
         return self._expected(blocks) if self.is_known else None
 
     def observe(self, blocks: int, seconds: float, now: float) -> None:
@@ -94,7 +94,7 @@ class TransferEstimate:
         self._restart([((blocks,), least)], now)
 
     def cost(self, outstanding: int) -> LoadCost | None:
-        """Return the estimate for what is sent next; None: nothing is known."""
+        """Return the estimate for the next load; None: not known yet."""
         if not self.is_known:
             return None
         return LoadCost(self.latency_s, self.block_s, outstanding, self.spread)

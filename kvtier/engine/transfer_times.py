@@ -1,19 +1,19 @@
-"""How long a tier takes for work of one kind, and how much of it the tier is given at once.
+"""Measures how long a tier takes for work of one kind, and limits how much it is given at once.
 
-What is said of the blocks of jobs goes for the keys of probes as well.
+The keys of probes are treated like the blocks of jobs.
 
-Part of a link's actor, whose clock is that of its Ticks. A job takes until its tier has ended it,
-as its tier tells: not until the next Tick, which is late where the engine computes for long, and
-the more requests compute since loads seem slow. Without a time that can be true it is the Tick.
+Part of a link's actor, whose clock is that of its Ticks. A job ends at the time that its
+tier reports, not at the next Tick. That is late if the engine computes for long: loads would seem
+slow, and even more requests would compute. If the reported time can't be true, the Tick's counts.
 
-The tier is given what it works off in a short time, or until the link has looked a few times, or
-in twice its latency, whichever is longest: enough to keep it busy, and no more, since what it was
-given can neither be put in another order nor be withdrawn. Each of its threads has a block, though.
-A tier that nothing is known of is given what a slow one works off before it would count as stalled.
+The tier is given the work that it completes in a short time, during a few looks of the link, or in
+twice its latency, whichever is longest. That keeps it busy, and more would be harmful: work at the
+tier can be neither reordered nor withdrawn. But each of its threads gets a block. A tier of unknown
+speed is given the work that a slow one completes before it would count as stalled.
 
-How much that is, is no matter of the estimate, which can't tell latency from throughput while all
-jobs are about as long. It becomes less only if a job shows that what was outstanding with it took
-longer, and more if it took less than half of that while the tier had as much as it may have.
+That limit does not follow from the estimate, which can't separate latency and throughput while all
+jobs are about as long. It falls only if a job shows that the work outstanding with it took longer
+than that, and rises if it took less than half while the tier had about as much as it may have.
 
 # Invariant: what is outstanding are the blocks of the jobs in flight.
 #            Checked: on_end, transfer_times_count_what_is_in_flight.
@@ -31,33 +31,33 @@ if TYPE_CHECKING:
     from kvtier.engine.jobs import Sent
 
 WINDOW_S: Final = 0.1
-"""The tier has work for so long, at least."""
+"""The tier is given work for at least this long."""
 
 LATENCIES: Final = 2.0
-"""In units of its latency: the tier has work for so long, if it is slow to answer."""
+"""In units of its latency: a tier that is slow to answer is given work for this long."""
 
 LOOKS: Final = 4.0
 """In units of the time between two Ticks: a job may have been sent one before it was noted, and
-its end is seen with the next."""
+its end is seen at the next."""
 
 BLOCK_S_MIN: Final = 1e-9
-"""What a fit says beside a latency may be as good as nothing: then only the latency shows."""
+"""A smaller fitted time per block counts as zero: then only the latency is reported."""
 
 LOOK_S_MAX: Final = 1.0
 LOOK_HALF_LIFE_S: Final = 5.0
-"""An engine that has nothing to compute looks often, until it computes a prompt again."""
+"""An idle engine looks often, until it computes a prompt again."""
 
 WINDOW_BLOCKS_MAX: Final = 1 << 20
 
 SLOWER: Final = 4.0
-"""Work may take so many times as long as expected, beside the limit of its tier."""
+"""Work may take this many times as long as expected, besides the limit of its tier."""
 
 
 class TransferTimes:
-    """Of one tier, and of its loads or its stores."""
+    """The times of one kind of work at one tier."""
 
     def __init__(self, first_blocks: int, limit_s: float) -> None:
-        """``first_blocks``: what a tier is given of which nothing is known.
+        """``first_blocks``: how many blocks a tier of unknown speed is given.
 
         ``limit_s``: how long the tier may do nothing before it is late.
         """
@@ -66,36 +66,36 @@ class TransferTimes:
         self._calls_max = 1
         self.window = first_blocks  #: how many blocks the tier is given at once
         self._now = 0.0
-        self._look_s = 0.0  # between two Ticks, lately, while the tier had something to do
+        self._look_s = 0.0  # between two recent Ticks with work
         self._estimate = TransferEstimate()
-        self._speed: TierSpeed | None = None  # as it was told last; None: it has changed since
-        self._ended: list[tuple[Sent, float]] = []  # since the last Tick, whole, and when
+        self._speed: TierSpeed | None = None  # as last returned; None: it has changed since
+        self._ended: list[tuple[Sent, float]] = []  # since the last Tick, complete; and the end
         self.outstanding = 0  #: blocks at the tier, or on their way there and back
         self._lost = 0  # of these, in jobs that the tier is late with
-        self._allowance_s = 0.0  # what the tier may take beside its limit, as it may just be slow
+        self._allowance_s = 0.0  # beyond the limit: the tier may just be slow
 
     def set_calls_max(self, calls_max: int) -> None:
-        """Learn how many calls of this kind the tier's backend may do at once."""
+        """Set how many calls of this kind the tier's backend may do at once."""
         self._calls_max = calls_max
 
     @property
     def late_after_s(self) -> float:
-        """How long the tier may do nothing before it is late with what it has."""
+        """How long the tier may do nothing before its work is late."""
         return self._limit_s + self._allowance_s
 
     @property
     def is_idle(self) -> bool:
-        """Whether the tier has nothing to do, and all that it has done is noted."""
+        """Whether the tier has no work, and all its completed work is recorded."""
         return not (self.outstanding or self._ended)
 
     @property
     def room(self) -> int:
-        """How many more blocks the tier is to be given now; not above 0: it has enough."""
+        """How many more blocks the tier can be given now; 0 or less: it has enough."""
         return self.window - (self.outstanding - self._lost)
 
     def on_sent(self, job: Sent, now: float) -> None:
         """Note that a job is sent."""
-        if self.is_idle:  # then nobody looked
+        if self.is_idle:  # no Tick was noted while it was idle
             self._note_look(now)
         self.outstanding += job.size
         job.start(now, self.outstanding)
@@ -105,7 +105,7 @@ class TransferTimes:
     def on_end(self, job: Sent, *, is_whole: bool, at: float = 0.0) -> None:
         """Note that a job has ended, late or not. ``is_whole``: with all its blocks.
 
-        ``at``: when that was, by the tier's clock, which should be the link's.
+        ``at``: when it ended, by the tier's clock, which should be the link's.
         """
         self.outstanding -= job.size
         assert self.outstanding >= 0, "a job ended that was not sent"
@@ -115,16 +115,16 @@ class TransferTimes:
             self._ended.append((job, at))
 
     def given_up(self, job: Sent, now: float) -> None:
-        """Note that nobody waits for a job any more: it takes too long."""
+        """Note that a job is not waited for any more: it takes too long."""
         self._estimate.given_up(job.backlog, now - job.started, now)
         self._speed = None
 
     def on_lost(self, job: Sent) -> None:
-        """Note that the tier is late with a job: it does not keep others from being sent."""
+        """Note that the tier is late with a job, which now does not keep others from being sent."""
         self._lost += job.size
 
     def forget(self) -> None:
-        """Note that another cell serves the tier: nothing is outstanding, nothing known of it."""
+        """Note that a new cell serves the tier: nothing is outstanding, and nothing is known."""
         self._estimate = TransferEstimate()
         self._speed = None
         self.window = self._first_blocks
@@ -132,7 +132,7 @@ class TransferTimes:
         self.outstanding = self._lost = 0
 
     def pass_time(self, now: float) -> tuple[float, float]:
-        """Learn from what has ended; return what that was expected to take, and what it took.
+        """Learn from jobs that have ended; return their expected and their actual seconds.
 
         While it is idle, this need not be called.
         """
@@ -158,7 +158,7 @@ class TransferTimes:
             self._look_s = max(min(passed_s, LOOK_S_MAX), self._look_s)
 
     def _fit_window(self, blocks: int, seconds: float) -> None:
-        """Learn from a job, with which so many blocks were outstanding, how much is enough."""
+        """Adapt the window to a job: the time it took with ``blocks`` outstanding."""
         latencies_s = LATENCIES * self._estimate.latency_s
         enough_s = max(WINDOW_S, LOOKS * self._look_s, latencies_s)
         if seconds > enough_s:
@@ -169,9 +169,9 @@ class TransferTimes:
             self.window = min(2 * self.window, WINDOW_BLOCKS_MAX)
 
     def speed(self, unit_bytes: int | None) -> TierSpeed | None:
-        """Return what is known; None: nothing. ``unit_bytes``: of a block; None: of a probe.
+        """Return the speed, None if unknown. ``unit_bytes``: size of a block; None for probes.
 
-        It is the same object until more is known.
+        It is the same object until the estimate changes.
         """
         estimate = self._estimate
         if self._speed is not None or not estimate.is_known:
@@ -188,5 +188,5 @@ class TransferTimes:
         return self._speed
 
     def cost(self, waiting: int) -> LoadCost | None:
-        """Return what is known of the tier, with so many blocks that wait in front of it."""
+        """Return the cost of a load behind the outstanding blocks and ``waiting`` more."""
         return self._estimate.cost(self.outstanding + waiting)

@@ -1,4 +1,4 @@
-"""The jobs of one kind, loads or stores, at one tier: those that wait for it, and those it has.
+"""Tracks the jobs of one kind, loads or stores, that wait for a tier or are at it.
 
 Part of a link's actor.
 """
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from kvtier.settings.runtime_config import RuntimeConfig
 
 FIRST_BYTES: Final = 32 << 20
-"""What a tier is given of which nothing is known: at 4 MB/s that is 8 s of work."""
+"""Work given to a tier of unknown speed: at 4 MB/s that is 8 s of work."""
 
 
 class Transfers:
-    """Of one tier and one kind of work."""
+    """The jobs of one tier and one kind of work."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Transfers:
     ) -> None:
         """``limit_s``: how long the tier may do nothing before it is late.
 
-        ``peer_of``: tells which of the tier's peers is to do a request's work.
+        ``peer_of``: returns the tier's peer that does a request's work.
         """
         self._peer_of = peer_of
         self.work = work
@@ -51,23 +51,23 @@ class Transfers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits and nothing is at the tier, and all that has ended is noted."""
+        """Whether no job waits or is at the tier, and all that have ended are recorded."""
         return self._under_way.is_idle and not self.waiting
 
     @property
     def awaited(self) -> int:
-        """How much may still end in time: jobs at the tier, and blocks that wait to be in one."""
+        """How many may still end in time: jobs at the tier, plus blocks that wait to be in one."""
         return self.waiting.blocks + sum(not job.abandoned for job in self.jobs.values())
 
     @property
     def watched(self) -> frozenset[int]:
-        """The numbers of the jobs that would be noticed to be late."""
+        """The numbers of the jobs that are watched for lateness."""
         return self._under_way.watched
 
     def add_load(self, message: m.Promote, now: float, limit_s: float | None) -> None:
-        """Have a load wait for the tier. Its request waits so long at most, or as it says itself.
+        """Have a load wait for the tier. Its request waits for its patience, ``limit_s`` at most.
 
-        None: the latter, and for longer if by now that is what the load should take.
+        None: no limit, and it waits for longer if the load should take longer by now.
         """
         patience_s = message.patience_s
         if limit_s is not None:
@@ -77,9 +77,9 @@ class Transfers:
         self.waiting.add(structs.replace(message, patience_s=patience_s), now)
 
     def pop_next(self, *, whole: bool) -> Job | None:
-        """Return what to send next; None: nothing waits, or the tier has enough to do.
+        """Return the job to send next; None: none waits, or the tier has enough work.
 
-        ``whole``: the tier is given all that there is of a request, and at once.
+        ``whole``: the tier is given all waiting blocks of a request message at once.
         """
         if not self.waiting:
             return None
@@ -88,7 +88,7 @@ class Transfers:
         room = self.times.room
         if room <= 0:
             return None
-        half = max(1, self.times.window // 2)  # while one job ends, the tier is to have another
+        half = max(1, self.times.window // 2)  # while one job ends, the tier should have another
         return self._pop(min(room, self._job_blocks_max, half))
 
     def _pop(self, blocks_max: int) -> Job:
@@ -97,7 +97,7 @@ class Transfers:
         return job
 
     def on_sent(self, number: int, job: Job) -> float:
-        """Note that a job is sent; return from when on nobody waits for it at the latest."""
+        """Note that a job is sent; return the latest time until which it is waited for."""
         self.jobs[number] = job
         return self._under_way.begin(number, job)
 
@@ -106,32 +106,32 @@ class Transfers:
         self._under_way.leave(number, self.jobs.pop(number))
 
     def on_end(self, number: int, *, is_whole: bool, at: float) -> None:
-        """Note that the tier has ended a job. As ``TransferTimes.ended``."""
+        """Note that the tier has ended a job. Arguments as for ``TransferTimes.on_end``."""
         self._under_way.end(number, self.jobs.pop(number), is_whole=is_whole, at=at)
 
     def lose_late(self) -> list[tuple[str, list[Job], bool]]:
-        """Return the jobs that each peer is late with, and whether it ends none any more."""
+        """Return each peer's late jobs, and whether the peer is stalled."""
         late = self._under_way.pop_late()
         return [(peer, self._lost(numbers), is_stalled) for peer, numbers, is_stalled in late]
 
     def lose_all(self) -> list[Job]:
-        """Return the jobs that the tier still has, which broke."""
+        """Return the watched jobs of a tier that broke."""
         return self._lost(self._under_way.pop_all())
 
     def fence(self) -> list[Job]:
-        """Return all jobs at the tier, late or not: nothing is left of it."""
+        """Return all jobs at the tier, late or not: nothing is left of the tier."""
         jobs = list(self.jobs.values())
         self.jobs.clear()
         self._under_way.forget()
         return jobs
 
     def _lost(self, numbers: Sequence[int]) -> list[Job]:
-        """Return jobs that do not keep others from being sent any more."""
+        """Mark jobs as lost, so that they do not keep others from being sent; return them."""
         lost = [self.jobs[number] for number in numbers]
         for job in lost:
             self.times.on_lost(job)
         return lost
 
     def slots(self) -> int:
-        """How many slots the jobs at the tier hold."""
+        """Return how many slots the jobs at the tier hold."""
         return sum(len(job.slots) for job in self.jobs.values())

@@ -1,8 +1,8 @@
-"""Work that waits at a tier's link until the tier has room for it.
+"""Queues work at a tier's link until the tier has room for it.
 
 A request's blocks go in the order in which they were asked for, which is head to tail, and
 requests in the order in which they first asked: that is the order in which vLLM runs
-them. So whoever comes back for its next blocks does not queue up behind those who came after it.
+them. So a request that comes back for its next blocks does not queue behind later requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Part:
-    """A message, of whose blocks those from ``start`` on wait."""
+    """A message whose blocks from ``start`` on wait."""
 
     __slots__ = ("message", "since", "start")
 
@@ -34,28 +34,28 @@ class _Part:
         return len(self.message.keys) - self.start
 
     def is_due(self, now: float) -> bool:
-        """Tell whether it has waited for as long as its request has patience."""
+        """Return whether it has waited for as long as its request has patience."""
         message = self.message
         return isinstance(message, m.Promote) and now - self.since >= message.patience_s
 
     def pop(self, blocks: int) -> Job:
-        """Cut off the first of its blocks."""
+        """Return its first blocks as a job."""
         job = Job(self.message, self.start, self.start + blocks, self.since)
         self.start += len(job.keys)
         return job
 
 
 class WaitingJobs:
-    """Of one tier and one kind of work."""
+    """The waiting jobs of one tier and one kind of work."""
 
     def __init__(self, *, remembers: bool) -> None:
-        """``remembers``: a request keeps its place until ``pop_request``, though nothing waits."""
-        self.blocks = 0  #: that wait
+        """``remembers``: a request keeps its place until ``pop_request``, even without blocks."""
+        self.blocks = 0  #: number of waiting blocks
         self._remembers = remembers
         self._parts: dict[RequestId, deque[_Part]] = {}  # in the order of the requests
 
     def __bool__(self) -> bool:
-        """Tell whether anything waits."""
+        """Return whether any block waits."""
         return self.blocks > 0
 
     def add(self, message: m.Promote | m.Cascade, now: float) -> None:
@@ -65,7 +65,7 @@ class WaitingJobs:
             self.blocks += len(message.keys)
 
     def pop(self, blocks_max: int) -> Job:
-        """Return the next blocks as a job, at most so many. Something must wait."""
+        """Return up to ``blocks_max`` of the next blocks as a job. At least one must wait."""
         request, parts = next((name, parts) for name, parts in self._parts.items() if parts)
         job = self._pop(parts, min(blocks_max, parts[0].blocks))
         if not (parts or self._remembers):
@@ -73,11 +73,11 @@ class WaitingJobs:
         return job
 
     def pop_all(self) -> list[Job]:
-        """Return all that waits: nobody sends it."""
+        """Return all that waits, which will not be sent."""
         return [*self._pop_where(lambda _: True)]
 
     def pop_request(self, request: RequestId) -> list[Job]:
-        """Return what waits for a request, which is over: it comes last if it ever comes again."""
+        """Return the waiting jobs of a request that is over; it comes last if it comes again."""
         parts = self._parts.pop(request, None)
         jobs = []
         while parts:
@@ -85,20 +85,20 @@ class WaitingJobs:
         return jobs
 
     def forget(self, request: RequestId) -> None:
-        """Forget the place of a request that is over, for which nothing waits."""
+        """Forget the place of a request that is over, if none of its blocks wait."""
         if not self._parts.get(request):
             self._parts.pop(request, None)
 
     def pop_due(self, now: float) -> list[Job]:
-        """Return what has waited for as long as its request has patience."""
+        """Return the jobs that have waited for as long as their requests have patience."""
         return [*self._pop_where(lambda part: part.is_due(now))]
 
     def pop_before(self, epoch: int) -> list[Job]:
-        """Return what is from before an epoch."""
+        """Return the jobs from before an epoch."""
         return [*self._pop_where(lambda part: part.message.epoch < epoch)]
 
     def slots(self) -> tuple[int, ...]:
-        """Return the slots of all that waits. For tests and diagnosis: it costs O(n)."""
+        """Return the slots of all waiting blocks. For tests and diagnosis: it costs O(n)."""
         waiting = (part for parts in self._parts.values() for part in parts)
         return tuple(slot for part in waiting for slot in part.message.slots[part.start :])
 

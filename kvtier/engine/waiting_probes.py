@@ -1,8 +1,8 @@
-"""What requests want to ask a tier, and have not asked yet.
+"""Queues requests' probes until they are sent to a tier.
 
-A request asks head to tail, in parts: the next one when the answer to the one before is there.
-So where keys are of no use behind one that is not there, nobody asks for them. Requests take
-turns (round-robin): a short one does not wait for all that a long one asks.
+A request asks head to tail, in parts: it sends the next part once the one before is answered. So if
+keys are of no use behind a missing one, no probe is sent for them. Requests take turns
+(round-robin): a short one does not wait for all keys of a long one.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ class Probe:
     def __init__(
         self, keys: tuple[Key, ...], request: RequestId, since: int, question: Question
     ) -> None:
-        """``since``: the epoch in which the generation began that it is about."""
+        """``since``: the epoch in which its generation began."""
         self.keys = keys
         self.request = request
         self.since = since
-        self.question = question  #: that it is a part of
+        self.question = question  #: the question that it is a part of
         self.started = 0.0
-        self.peer = ""  #: the address that is to answer, if it is one of several of its tier
+        self.peer = ""  #: the address that answers, if its tier has several
         self.backlog = 0  #: keys outstanding at the tier when it was sent, its own included
-        self.is_late = False  #: nobody waits for its answer any more
-        self.is_lost = False  #: it does not keep others from being asked
-        self.deadline = NEVER  #: from when on nobody waits for it
+        self.is_late = False  #: no request waits for its answer any more
+        self.is_lost = False  #: it does not keep others from being sent
+        self.deadline = NEVER  #: when waiting for it ends
 
     def assign(self, peer: str) -> None:
-        """Note which of its tier's peers is to answer it."""
+        """Set the peer of its tier that is to answer it."""
         self.peer = peer
 
     def start(self, now: float, backlog: int) -> None:
@@ -62,7 +62,7 @@ class Probe:
 
     @property
     def size(self) -> int:
-        """How many keys it has."""
+        """The number of its keys."""
         return len(self.keys)
 
     @property
@@ -71,21 +71,21 @@ class Probe:
         return not self.is_lost
 
     def lose(self) -> None:
-        """Note that it has taken too long, whosever fault that is."""
+        """Note that it has taken too long, whatever the cause."""
         self.is_late = self.is_lost = True
 
     def leave(self) -> None:
-        """Note that nobody waits for it any more."""
+        """Note that no request waits for it any more."""
         self.is_late = True
 
     def order(self, number: int, mark: bytes, deadline: float) -> m.Probe:
-        """Return what the tier is asked, and note until when anybody waits for it."""
+        """Return the message for the tier, and set the end of the wait for it."""
         self.deadline = deadline
         return m.Probe(number, self.keys, mark, self.since, self.request, deadline)
 
 
 class Question:
-    """What one request asks: its keys, of which those from ``start`` on were not asked for yet."""
+    """The keys that one request asks for; those from ``start`` on are unsent."""
 
     __slots__ = ("_message", "_start", "asked_at", "is_at_tier", "since")
 
@@ -98,12 +98,12 @@ class Question:
 
     @property
     def asker(self) -> RequestId:
-        """Who asks."""
+        """The request that asks."""
         return self._message.asker
 
     @property
     def request(self) -> RequestId:
-        """Whose it is, where the tier answers requests apart from one another; else empty."""
+        """Its request, if the tier answers requests apart from one another; else empty."""
         return self._message.request
 
     @property
@@ -113,27 +113,27 @@ class Question:
 
     @property
     def in_order(self) -> bool:
-        """Whether no key is of use behind one that is not there."""
+        """Whether no key is of use behind a missing one."""
         return self._message.in_order
 
     @property
     def is_asked(self) -> bool:
-        """Whether nothing of it is left to be asked."""
+        """Whether all its keys have been asked for."""
         return self._start == len(self._message.keys)
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """What was not asked for yet."""
+        """The keys not asked for yet."""
         return self._message.keys[self._start :]
 
     def pop(self, keys_max: int | None = None) -> Probe:
-        """Return the next part; None: all that is left."""
+        """Return the next part, up to ``keys_max`` keys; None: all that is left."""
         keys = self.keys[:keys_max]
         self._start += len(keys)
         return Probe(keys, self.request, self.since, self)
 
     def drop(self, unwanted: frozenset[Key]) -> tuple[Key, ...]:
-        """Forget keys that were not asked for yet; return those that there were."""
+        """Forget unwanted keys that were not asked for yet; return them."""
         dropped = tuple(key for key in self.keys if key in unwanted)
         kept = tuple(key for key in self.keys if key not in unwanted)
         self._message, self._start = structs.replace(self._message, keys=kept), 0
@@ -141,7 +141,7 @@ class Question:
 
 
 class WaitingProbes:
-    """Of one tier."""
+    """The waiting probes of one tier."""
 
     def __init__(self) -> None:
         self._questions: dict[RequestId, list[Question]] = {}  # in the order of their turns
@@ -151,36 +151,36 @@ class WaitingProbes:
         return len(self._questions)
 
     def unasked(self) -> int:
-        """Return how many questions were not asked to their end."""
+        """Return how many questions still have keys to ask for."""
         return sum(not each.is_asked for few in self._questions.values() for each in few)
 
     def add(self, message: m.ProbeKeys, since: int, now: float) -> None:
-        """Have a request ask, behind what it has asked before."""
+        """Queue a request's question, behind its earlier ones."""
         if message.keys:
             question = Question(message, since, now)
             self._questions.setdefault(message.asker, []).append(question)
 
     def next(self) -> Question | None:
-        """Return what is asked next; None: nothing, or nothing before an answer is there."""
+        """Return the next question to ask; None: none, or all wait for an answer first."""
         for questions in self._questions.values():
             if not questions[0].is_at_tier:
                 return questions[0]
         return None
 
     def pop_part(self, question: Question, keys_max: int | None) -> Probe:
-        """Return the next part of a question, whose request has had its turn then; None: all."""
+        """Return the next part of a question, which ends its request's turn; None: all of it."""
         question.is_at_tier = True
         self._questions[question.asker] = self._questions.pop(question.asker)
         return question.pop(keys_max)
 
     def answered(self, probe: Probe, *, is_whole: bool) -> Probe | None:
-        """Note that a question has an answer, ``is_whole``: the tier has all that it asked for.
+        """Note that a part was answered. ``is_whole``: the tier has all its keys.
 
-        Returns what is not asked for because of that, if anything is left.
+        Returns the rest of the question if that is not asked for any more because of it.
         """
         question = probe.question
         if question not in self._questions.get(question.asker, ()):
-            return None  # nobody waits for the rest
+            return None  # no request waits for the rest
         question.is_at_tier = False
         if not question.is_asked and (is_whole or not question.in_order):
             return None
@@ -188,7 +188,7 @@ class WaitingProbes:
         return None if question.is_asked else question.pop()
 
     def pop_unwanted(self, asker: RequestId, unwanted: frozenset[Key]) -> tuple[Key, ...]:
-        """Return what a request has not asked for yet, and nobody wants to know any more."""
+        """Drop and return a request's unwanted keys that were not asked for yet."""
         dropped: list[Key] = []
         for question in list(self._questions.get(asker, ())):
             dropped += question.drop(unwanted)
@@ -197,15 +197,15 @@ class WaitingProbes:
         return tuple(dropped)
 
     def pop_impatient(self, since: float) -> list[Probe]:
-        """Return what has waited since then."""
+        """Return the rest of questions that have waited since then."""
         return self._pop_where(lambda question: question.asked_at <= since)
 
     def pop_all(self) -> list[Probe]:
-        """Return all that was not asked for."""
+        """Return the rest of all questions."""
         return self._pop_where(lambda _: True)
 
     def _pop_where(self, is_meant: Callable[[Question], bool]) -> list[Probe]:
-        """Remove questions; return what was not asked for of them."""
+        """Remove questions; return their keys that were not asked for."""
         found = [each for few in self._questions.values() for each in few if is_meant(each)]
         for question in found:
             self._remove(question)

@@ -1,7 +1,7 @@
-"""How much of host memory the stores of one tier may hold, and what becomes of the rest.
+"""Limits how much host memory the stores of one tier may hold, and defers the rest.
 
-What finds no room, or waits while the tier takes no stores, is deferred: its slots are free to be
-used otherwise, and the primary tier offers it again when the link asks for it
+A block that finds no room, or waits while the tier takes no stores, is deferred: its slot is free
+for other use, and the primary tier offers the block again when the link asks for it
 (``kvtier/engine/missing_prefixes.py``).
 
 Part of a link's actor.
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from kvtier.settings.runtime_config import RuntimeConfig
 
 AGAIN_S: Final = 1.0
-"""After a store that failed, or could not be sent, what was deferred waits for so long."""
+"""How long deferred blocks wait after a store that failed, or could not be sent."""
 
 
 class WriteBacklog:
-    """Of one tier."""
+    """The write backlog of one tier."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class WriteBacklog:
         primary: Mailbox,
     ) -> None:
         """``number``: the tier's."""
-        self.slots = 0  #: pinned for what waits to be stored, or is being stored
+        self.slots = 0  #: pinned for blocks that wait to be stored, or are being stored
         self._request_scoped = (
             False  # the tier wants blocks for the request that brings them, or never
         )
@@ -55,22 +55,22 @@ class WriteBacklog:
         self.has_deferred = self._has_asked = False
 
     def set_traits(self, traits: BackendTraits) -> None:
-        """Learn what the tier's backend is."""
+        """Apply the traits of the tier's backend."""
         self._request_scoped = traits.request_scoped
 
     def is_full(self, now: float) -> bool:
-        """Tell whether the tier had no room lately. ``now``: in seconds of the link's clock."""
+        """Return whether the tier recently had no room. ``now``: seconds of the link's clock."""
         return now < self._full_until
 
     def take(self, message: m.Cascade) -> tuple[m.Cascade, m.Cascade]:
-        """Return what there is room for, which counts as held from now on, and the rest."""
+        """Return the blocks that have room, which count as held from now on, and the rest."""
         room = max(0, self._slots_max - self.slots)
         kept = message.part(0, room)
         self.slots += len(kept.keys)
         return kept, message.part(room)
 
     def defer(self, blocks: Job | m.Cascade) -> None:
-        """Release blocks that are to be stored later; what one request brings, for good."""
+        """Release blocks to store later; those of a request-scoped tier are dropped."""
         if self._request_scoped:
             self.drop(blocks)
         elif blocks.keys:
@@ -83,7 +83,7 @@ class WriteBacklog:
             )
 
     def drop(self, blocks: Job | m.Cascade) -> None:
-        """Release blocks of which the tier knows nothing, for good."""
+        """Release blocks permanently: the tier does not have them."""
         if blocks.keys:
             self._counts.cascades_dropped += len(blocks.keys)
             self._end(blocks)
@@ -91,19 +91,19 @@ class WriteBacklog:
                 self._relay.send(m.BlocksMissing(blocks.request, blocks.keys))
 
     def refused(self, message: m.CascadeRefused) -> None:
-        """Release what the tier's admission policy does not want."""
+        """Release the blocks that the tier's admission policy has refused."""
         self._counts.cascades_refused += len(message.keys)
         self._end(message)
 
     def not_sent(self, job: Job, now: float) -> None:
-        """Release what was held and is not sent now, nor for a while."""
+        """Release the blocks of a job that is not sent now, nor for a while."""
         self.slots -= len(job.slots)
-        if not self.is_full(now):  # then it is known from when on
+        if not self.is_full(now):  # else the time to ask again is set already
             self._again_from = now + AGAIN_S
         self.defer(job)
 
     def stored(self, job: Job, outcomes: Sequence[Outcome], now: float) -> bool:
-        """Release what a job has stored, defer what it has not; tell whether it is whole."""
+        """Release stored blocks of a job, defer the others; return whether all were stored."""
         self.slots -= len(job.slots)
         is_done = [outcome is Outcome.DONE or self._request_scoped for outcome in outcomes]
         if Outcome.FULL in outcomes:
@@ -126,14 +126,14 @@ class WriteBacklog:
         self._full_until = self._again_from = 0.0
 
     def ask_again(self, now: float) -> None:
-        """Ask for what was deferred, if there is any, and room. The tier must take stores now."""
+        """Ask for deferred blocks, if there are any, and room. The tier must take stores now."""
         room = self._slots_max - self.slots
         if self.has_deferred and not self._has_asked and room > 0 and now >= self._again_from:
             self._has_asked, self.has_deferred = True, False
             self._primary.post(m.StoresWanted(self._number, room))
 
     def offered(self, message: m.StoresOffered) -> None:
-        """Learn whether there is more of what was deferred."""
+        """Note whether there are more deferred blocks."""
         self._has_asked = False
         self.has_deferred |= not message.is_all
         self._counts.cascades_dropped += message.lost
