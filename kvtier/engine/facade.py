@@ -371,7 +371,7 @@ class SchedulerFacade:
 
     def has_deferred_stores(self) -> bool:
         """Return whether a tier has deferred stores: steps offer them again when it has room."""
-        return any(link.room.has_deferred for link in self._links)
+        return any(link.write_backlog.has_deferred for link in self._links)
 
     def evicts(self, tier: int) -> bool:
         """Return whether a secondary tier is bounded, and so reports its evictions."""

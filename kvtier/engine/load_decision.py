@@ -101,17 +101,17 @@ class Estimates(NamedTuple):
         return ends_s + sum(ends_s - each for each in self.loads_end_s if begins_s <= each < ends_s)
 
 
-def best_cut(runs: Sequence[Run], place: TokenPlace, outlook: Estimates) -> Cut:
+def best_cut(runs: Sequence[Run], place: TokenPlace, estimates: Estimates) -> Cut:
     """Return the best cut. Of two equal ones, the one that loads more."""
-    rates = outlook.rates
+    rates = estimates.rates
     total = sum(run.length for run in runs)
     end = place.first_token + total * place.chunk_tokens
     best_s = inf
     best: tuple[int, float, dict[int, int]] = (0, 0.0, {})
     whole = best
-    for keys, counts in _candidates(runs, outlook):
-        first, load_s = place.first_token + keys * place.chunk_tokens, outlook.load_s(counts)
-        seconds = outlook.seconds(load_s, rates.seconds(first, end))
+    for keys, counts in _candidates(runs, estimates):
+        first, load_s = place.first_token + keys * place.chunk_tokens, estimates.load_s(counts)
+        seconds = estimates.seconds(load_s, rates.seconds(first, end))
         whole = (keys, load_s, counts)
         if seconds <= best_s + _ALIKE * max(1.0, seconds):
             best_s, best = min(seconds, best_s), whole
@@ -127,17 +127,17 @@ def best_cut(runs: Sequence[Run], place: TokenPlace, outlook: Estimates) -> Cut:
     )
 
 
-def _candidates(runs: Sequence[Run], outlook: Estimates) -> Iterator[tuple[int, dict[int, int]]]:
+def _candidates(runs: Sequence[Run], estimates: Estimates) -> Iterator[tuple[int, dict[int, int]]]:
     """Yield growing cuts: the number of keys, and how many of them are from each tier."""
-    free_s = outlook.computed_s / (1 + outlook.spread())
+    free_s = estimates.computed_s / (1 + estimates.spread())
     keys = 0
     counts: dict[int, int] = {}
     yield 0, {}
     for where, count in runs:
         if where != FREE:
             before = counts.get(where, 0)
-            others_s = max(free_s, outlook.load_s({**counts, where: 0}))
-            for more in _bends(before, count, outlook.costs.get(where), others_s):
+            others_s = max(free_s, estimates.load_s({**counts, where: 0}))
+            for more in _bends(before, count, estimates.costs.get(where), others_s):
                 yield keys + more, {**counts, where: before + more}
             counts = {**counts, where: before + count}
         keys += count

@@ -130,25 +130,25 @@ class LoadDecisions:
         if self._directory.is_apart(request.search.request):
             request.mark_decided()
             return  # It came with parameters for a tier: the decision was made elsewhere.
-        outlook = self._queue.outlook(request, rates, self.costs(), now)
+        estimates = self._queue.estimates(request, rates, self.costs(), now)
         is_known = self._directory.is_known(keys[0], request.search)
         if not is_known:  # then usually none is: no need to check each
             tier = self._directory.seen_at(keys[0], request.search)
-            if best_cut([Run(tier, len(keys))], place, outlook).blocks:
+            if best_cut([Run(tier, len(keys))], place, estimates).blocks:
                 return
         runs = self._runs(keys, request)
-        cut = best_cut(runs, place, outlook)
+        cut = best_cut(runs, place, estimates)
         if cut.blocks and not is_known:
             return
         request.mark_decided()
         kept = cut.keys
         if cut.all_blocks:
-            kept = self._decided(runs, cut, request, outlook)
+            kept = self._decided(runs, cut, request, estimates)
             end = sum(run.length for run in runs)
             self._decline(keys[kept:end], request)
-            self._have_wait_for_room(cut, request, outlook)
+            self._have_wait_for_room(cut, request, estimates)
         first, end = (place.first_token + each * place.chunk_tokens for each in (kept, len(keys)))
-        self._queue.add(request, cut, rates.seconds(first, end), outlook, now)
+        self._queue.add(request, cut, rates.seconds(first, end), estimates, now)
 
     def weigh_groups(
         self, groups: Sequence[GroupKeys], tokens: int, request: Request, place: tuple[int, float]
@@ -169,15 +169,15 @@ class LoadDecisions:
             return FREE if key in self._slot_of else self._directory.seen_at(key, search)
 
         first_token, now = place
-        outlook = self._queue.outlook(request, rates, self.costs(), now)
-        cut = best_prefix(groups, tokens, where, first_token, outlook)
+        estimates = self._queue.estimates(request, rates, self.costs(), now)
+        cut = best_prefix(groups, tokens, where, first_token, estimates)
         end = max(end for group in groups for end in group.ends)
         compute_s = rates.seconds(max(cut.keys, first_token), end)
-        self._queue.add(request, cut, compute_s, outlook, now)
+        self._queue.add(request, cut, compute_s, estimates, now)
         if not cut.all_blocks:
             return tokens
         runs = [Run(where(key), 1) for group in groups for key in group.needed(tokens) or ()]
-        kept = self._decided(runs, cut, request, outlook)
+        kept = self._decided(runs, cut, request, estimates)
         if kept and not cut.keys:  # to measure the tier: a part of one group is no use
             return tokens
         if cut.keys < tokens:
@@ -190,13 +190,15 @@ class LoadDecisions:
             self._decline(behind, request)
         return cut.keys
 
-    def _decided(self, runs: Sequence[Run], cut: Cut, request: Request, outlook: Estimates) -> int:
+    def _decided(
+        self, runs: Sequence[Run], cut: Cut, request: Request, estimates: Estimates
+    ) -> int:
         """Record a decision; return how many keys are kept, which may differ from the cut's."""
         tier = next(run.where for run in runs if run.where != FREE)
-        stalled_s = cut.load_s * (1 + SPREADS * outlook.spread())
+        stalled_s = cut.load_s * (1 + SPREADS * estimates.spread())
         # If it loads nothing, it waits for blocks that leave the primary tier before it reads them.
         spared_s = cut.saved_s if cut.blocks else cut.compute_s
-        patience_s = max(outlook.computed_s + spared_s, stalled_s)
+        patience_s = max(estimates.computed_s + spared_s, stalled_s)
         request.wait_for_loads(patience_s, LONGER * patience_s)
         counts = self.counts
         if cut.blocks == cut.all_blocks:
@@ -212,11 +214,11 @@ class LoadDecisions:
         self._note(tier, cut)
         return cut.keys
 
-    def _have_wait_for_room(self, cut: Cut, request: Request, outlook: Estimates) -> None:
+    def _have_wait_for_room(self, cut: Cut, request: Request, estimates: Estimates) -> None:
         """Have it wait for slots that others hold, while loading later still beats computing."""
         if not self._costs or self._promotions.leases_of(request.search.request):
             return  # no tier's cost is known yet; or its loads were begun before anything was known
-        wait_s = outlook.computed_s + cut.saved_s - outlook.load_alone_s(dict(cut.counts))
+        wait_s = estimates.computed_s + cut.saved_s - estimates.load_alone_s(dict(cut.counts))
         if cut.blocks and wait_s > 0:
             until = self._promotions.now + min(wait_s, self._wait_timeout_s)
             request.wait_for_room(cut.blocks, until)

@@ -32,7 +32,7 @@ class PrefillBacklog:
         self._loaded_at: dict[Request, float] = {}
         self._owed: dict[int, tuple[int, float]] = {}  # by tier: blocks to load, and as of when
 
-    def outlook(
+    def estimates(
         self, request: Request, rates: Rates, costs: Mapping[int, LoadCost], now: float
     ) -> Estimates:
         """Return the estimates that a decision for ``request`` is based on."""
@@ -53,13 +53,13 @@ class PrefillBacklog:
         return cost if blocks <= cost.outstanding else cost._replace(outstanding=blocks)
 
     def add(
-        self, request: Request, cut: Cut, compute_s: float, outlook: Estimates, now: float
+        self, request: Request, cut: Cut, compute_s: float, estimates: Estimates, now: float
     ) -> None:
         """Count this decision for later ones: the engine computes for ``compute_s`` of it."""
         if cut.blocks:
             self._loaded_at[request] = now + cut.load_s
         for tier, count in cut.counts:
-            cost = outlook.costs.get(tier)
+            cost = estimates.costs.get(tier)
             if cost is not None:
                 self._owed[tier] = (cost.outstanding + count, now)
         self._computed_at = max(self._computed_at, now) + compute_s

@@ -28,22 +28,22 @@ def best_prefix(
     tokens: int,
     where: Callable[[Key], int],
     first_token: int,
-    outlook: Estimates,
+    estimates: Estimates,
 ) -> Cut:
     """Return the best cut of a prefix of ``tokens``; its ``keys`` count tokens, 0 for none.
 
     ``where``: the tier that has a block, or ``FREE``. ``first_token``: the GPU has those before.
     """
-    rates = outlook.rates
+    rates = estimates.rates
     ends = [first_token]
     loads: list[tuple[float, dict[int, int]]] = [(0.0, {})]
     for end in (*_changes(groups, tokens, where)[-CUTS_MAX:], tokens):
-        load = _load(groups, end, where, outlook)
+        load = _load(groups, end, where, estimates)
         if load is not None:
             ends.append(end)
             loads.append(load)
     seconds = [
-        outlook.seconds(load_s, rates.seconds(end, tokens))
+        estimates.seconds(load_s, rates.seconds(end, tokens))
         for end, (load_s, _) in zip(ends, loads, strict=True)
     ]
     best = min(range(len(ends)), key=lambda number: (seconds[number], -number))
@@ -77,7 +77,7 @@ def _load(
     groups: Sequence[GroupKeys],
     tokens: int,
     where: Callable[[Key], int],
-    outlook: Estimates,
+    estimates: Estimates,
 ) -> tuple[float, dict[int, int]] | None:
     """Return the seconds to load a prefix, and how many blocks of it are in each tier.
 
@@ -94,4 +94,4 @@ def _load(
                 return None
             if tier != FREE:
                 counts[tier] = counts.get(tier, 0) + 1
-    return outlook.load_s(counts), counts
+    return estimates.load_s(counts), counts

@@ -103,7 +103,7 @@ class PrimaryTier(Actor):
         self._cascades = Cascades(self.slots, config.tiers, takers, self._prefixes, self._directory)
         self.request_tiers = RequestTiers(self.slots, self._cascades, links, policy)
         books = (self.slots, self.promotions, self._lookups, self._eviction)
-        self._arrivals = LoadCompletions(*books, self._became_ready, self._not_filled)
+        self._load_completions = LoadCompletions(*books, self._became_ready, self._not_filled)
         self.epoch = 0  #: how many resets there were
         self._since = 0  # the epoch in which the generation of weights began
         self._policy_time = 0.0  # the last time sent to the policies
@@ -114,7 +114,7 @@ class PrimaryTier(Actor):
             **self._directory.handlers(),
             **self._lookups.handlers(),
             **self._reservations.handlers(),
-            **self._arrivals.handlers(),
+            **self._load_completions.handlers(),
             m.PrepareLoad: self._prepare_load,
             m.CompleteLoad: self._complete_load,
             m.PrepareStore: self._prepare_store,
@@ -363,7 +363,7 @@ class PrimaryTier(Actor):
 
     def _cascade_ended(self, message: m.CascadeEnded | m.CascadeDeferred) -> None:
         if message.epoch != self.epoch:
-            self._arrivals.release(message.slots)
+            self._load_completions.release(message.slots)
             return
         self.slots.unpin(message.slots)
         self._unhold(message.keys, message.slots)
@@ -474,7 +474,7 @@ class PrimaryTier(Actor):
             link.post(m.Withdraw(None))
         self.epoch += 1
         self.request_tiers.reset(self.epoch)
-        self._arrivals.begin_epoch(self.epoch)
+        self._load_completions.begin_epoch(self.epoch)
         if message.mark is not None:
             self._since = self.epoch
             self._directory.forget_all()

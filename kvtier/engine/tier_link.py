@@ -76,7 +76,7 @@ class TierLink(Actor):
         self.tells_uses = False  #: whether the tier evicts, and so needs reports of use
         self.request_scoped = False  #: whether its contents depend on the request
         self.serves_others = False  #: whether it asks for blocks by itself
-        self.room = WriteBacklog(number, config, self.counts, relay, primary)
+        self.write_backlog = WriteBacklog(number, config, self.counts, relay, primary)
         self._number = number
         self._config = config
         self._tier_config = tier_config = config.tiers[number]
@@ -118,8 +118,8 @@ class TierLink(Actor):
             m.Promote: self._promote,
             m.Withdraw: self._withdraw,
             m.Cascade: self._cascade,
-            m.CascadeRefused: self.room.refused,
-            m.StoresOffered: self.room.offered,
+            m.CascadeRefused: self.write_backlog.refused,
+            m.StoresOffered: self.write_backlog.offered,
             m.TouchKeys: self._used,
             m.RequestEnded: self._request_ended,
             m.Tick: self._tick,
@@ -147,7 +147,7 @@ class TierLink(Actor):
         self._probes.set_calls_max(traits.probe_batches_max or traits.load_batches_max)
         self._loads.times.set_calls_max(traits.load_batches_max)
         self._stores.times.set_calls_max(traits.store_batches_max)
-        self.room.set_traits(traits)
+        self.write_backlog.set_traits(traits)
         self.request_scoped = traits.request_scoped
         self.serves_others = traits.serves_others
         if traits.request_scoped:
@@ -186,13 +186,13 @@ class TierLink(Actor):
 
     def _cascade(self, message: m.Cascade) -> None:
         if message.epoch < self.contents.since:  # Computed with earlier weights.
-            self.room.drop(message)
+            self.write_backlog.drop(message)
             return
         self._uses.send(self.time.now)  # before it evicts
-        kept, rest = self.room.take(message)
+        kept, rest = self.write_backlog.take(message)
         self._stores.waiting.add(kept, self.time.now)
         self._send_waiting(self._stores)
-        self.room.defer(rest)
+        self.write_backlog.defer(rest)
 
     def _request_ended(self, message: m.RequestEnded) -> None:
         self._loads.waiting.forget(message.request)
@@ -222,12 +222,12 @@ class TierLink(Actor):
                 return
 
     def _ask_again(self) -> None:
-        if self.room.has_deferred and self._takes(Work.STORE):
-            self.room.ask_again(self.time.now)
+        if self.write_backlog.has_deferred and self._takes(Work.STORE):
+            self.write_backlog.ask_again(self.time.now)
 
     def _takes(self, work: Work) -> bool:
         has_slots = self._abandoned_slots <= self._config.abandoned_slots_max
-        is_free = has_slots if work is Work.LOAD else not self.room.is_full(self.time.now)
+        is_free = has_slots if work is Work.LOAD else not self.write_backlog.is_full(self.time.now)
         return is_free and self._health.takes(work)
 
     def _send(self, transfers: Transfers, job: Job) -> bool:
@@ -250,7 +250,7 @@ class TierLink(Actor):
                 self.counts.promotions_dropped += len(job.keys)
                 self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
             else:
-                self.room.not_sent(job, self.time.now)
+                self.write_backlog.not_sent(job, self.time.now)
 
     # --- answers of the tier ---
 
@@ -292,8 +292,8 @@ class TierLink(Actor):
 
     def _stored(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
         self.contents.stored(job.done(outcomes), job.epoch)
-        is_whole = self.room.stored(job, outcomes, self.time.now)
-        if not is_whole or self.room.is_full(self.time.now):
+        is_whole = self.write_backlog.stored(job, outcomes, self.time.now)
+        if not is_whole or self.write_backlog.is_full(self.time.now):
             self._refuse(self._stores.waiting.pop_all())  # They may follow missing blocks.
 
     # --- time ---
@@ -319,7 +319,12 @@ class TierLink(Actor):
     def is_at_rest(self) -> bool:
         """Whether a Tick would do no more than ``pass_time``."""
         looks = not (self._was_idle and self._loads.is_idle and self._stores.is_idle)
-        waits = looks or self.room.has_deferred or self._probes.is_under_way or not self._is_told
+        waits = (
+            looks
+            or self.write_backlog.has_deferred
+            or self._probes.is_under_way
+            or not self._is_told
+        )
         waits = waits or self._relay.has_unsent or bool(self.contents.untold)
         return not (waits or self._health.pauses)
 
@@ -403,7 +408,7 @@ class TierLink(Actor):
         self._probes.end_all()
         for job in (*self._loads.fence(), *self._stores.fence()):
             if not job.is_load:
-                self.room.not_sent(job, self.time.now)
+                self.write_backlog.not_sent(job, self.time.now)
             elif job.abandoned:
                 self._abandoned_slots -= len(job.slots)
                 self.primary.post(m.SlotsReleased(slots=job.slots))
@@ -418,7 +423,7 @@ class TierLink(Actor):
             self.set_traits(message.traits)
         self._health.on_restart()
         self.backend_counts.restart()
-        self.room.restart()
+        self.write_backlog.restart()
         self._tell_generation()
         self.contents.forget()
         self._health.tell_usable()
@@ -466,7 +471,7 @@ class TierLink(Actor):
             },
             self._loads.waiting.slots(),
             self._stores.waiting.slots(),
-            self.room.slots,
+            self.write_backlog.slots,
             self._abandoned_slots,
             self._loads.times.outstanding,
             self.contents.untold,
@@ -486,7 +491,7 @@ class TierLink(Actor):
             promotion_jobs_in_flight=loads,
             cascade_jobs_in_flight=stores,
             promotion_slots=self._loads.slots() + self._loads.waiting.blocks,
-            cascade_slots=self.room.slots,
+            cascade_slots=self.write_backlog.slots,
             counts=self.counts.snapshot(),
             speeds=self._speeds(),
             backend=self.backend_counts.total,

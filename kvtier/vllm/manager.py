@@ -123,7 +123,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._context = RequestOffloadingContext(
             policy=OffloadPolicy.REQUEST_LEVEL if wants_requests else OffloadPolicy.CHUNK_LEVEL
         )
-        self._watch, self._news = GuardedObserver(), IdleWork(facade)
+        self._watch, self._idle_work = GuardedObserver(), IdleWork(facade)
         self._metrics = MetricsExporter(facade, config, definitions, self._watch, hosting)
         events = spec.kv_events_config
         self._describes = events.enable_kv_cache_events and events.self_describing_kv_events
@@ -431,7 +431,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             or self._flush_steps_left > 0
             or self._kv_events.is_behind()
             or self.facade.has_pending_work()
-            or self._news.is_there(time.monotonic())
+            or self._idle_work.is_there(time.monotonic())
         )
 
     @override
@@ -439,7 +439,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         return self._watch.safely("events", self._all_events) or []
 
     def _all_events(self) -> list[OffloadingEvent]:
-        return self._kv_events.take(self._news.take_events())
+        return self._kv_events.take(self._idle_work.take_events())
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
@@ -458,7 +458,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._ahead_of = None
         self._sources.clear()
         self._begin_generation()
-        self._watch.safely("events", lambda: self._kv_events.reset(self._news.take_events()))
+        self._watch.safely("events", lambda: self._kv_events.reset(self._idle_work.take_events()))
         self._undecided.clear()
         self._resumed.emptied()
         self._group_lookups.clear()

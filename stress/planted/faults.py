@@ -80,7 +80,7 @@ def _take_any_promotion(self: LoadCompletions, message: m.PromotionEnded) -> Non
 
 def _forget_cascades(self: TierLink, message: m.TierFenced) -> None:
     for job in self._stores.fence():
-        self.room.slots -= len(job.slots)
+        self.write_backlog.slots -= len(job.slots)
     _tier_fenced(self, message)
 
 

@@ -48,7 +48,7 @@ mutation, in_place_of = MUTATIONS.add, MUTATIONS.in_place_of
 def drop_an_unpin(self: PrimaryTier, message: m.CascadeEnded) -> None:
     """The end of a cascade leaves its pin."""
     if message.epoch != self.epoch:
-        self._arrivals.release(message.slots)
+        self._load_completions.release(message.slots)
     else:
         self._unhold(message.keys, message.slots)
 
@@ -276,7 +276,7 @@ def admit_a_failed_block(real: Any, self: LoadCompletions, message: m.PromotionE
 def forget_a_hold_after_a_cascade(self: PrimaryTier, message: m.CascadeEnded) -> None:
     """A block stays unevictable for ever once a tier has stored it."""
     if message.epoch != self.epoch:
-        self._arrivals.release(message.slots)
+        self._load_completions.release(message.slots)
     else:
         self.slots.unpin(message.slots)
 
@@ -368,7 +368,7 @@ def let_a_stray_answer_pass_uncounted(*_: object, **__: object) -> None:
 def let_a_cut_off_tier_keep_its_slots(real: Any, self: TierLink, message: m.TierFenced) -> None:
     """A fenced tier's cascades are forgotten with their pins."""
     for job in self._stores.fence():
-        self.room.slots -= len(job.slots)
+        self.write_backlog.slots -= len(job.slots)
     real(self, message)
 
 

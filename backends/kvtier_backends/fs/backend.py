@@ -150,7 +150,7 @@ class FsBackend(Backend):
         self._tier_name = name
         self._layout = layout
         self._announced = Announced(layout)
-        self._keeper = self._make_keeper(capacity_bytes)
+        self._folder_bound = self._make_keeper(capacity_bytes)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> FsBackend:
@@ -234,13 +234,13 @@ class FsBackend(Backend):
         """Leave a marker, and start to sweep the unfinished files of dead engines, if any."""
         if not self._read_only:
             await self._writers.run(self._announce)
-        if self._keeper is not None:
-            self._keeper.start()
+        if self._folder_bound is not None:
+            self._folder_bound.start()
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Look each file up. A file of the wrong size counts as missing."""
         look = partial(_each, self._files.exists, keys)
-        if self._keeper is None:
+        if self._folder_bound is None:
             return await self._probers.run(look)
         with self._announced.asked(keys):
             there = await self._probers.run(look)
@@ -252,21 +252,21 @@ class FsBackend(Backend):
     async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
         """Read the blocks one after the other, in one thread."""
         answers = await self._readers.run(partial(_each, self._files.load, blocks))
-        if self._keeper is not None:
+        if self._folder_bound is not None:
             gone = (block.key for block, one in zip(blocks, answers, strict=True) if _is_gone(one))
             self._announced.forget(gone)  # the tier above reports that itself
         return answers
 
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
         """Write the blocks one after the other, in one thread; loads go before each of them."""
-        if self._keeper is None:
+        if self._folder_bound is None:
             return await self._writers.run(partial(self._store_all, blocks))
         outcomes: list[Outcome] = []
         while len(outcomes) < len(blocks):
             rest = blocks[len(outcomes) :]
             outcomes += await self._writers.run(partial(self._store_all, rest))
             missing = len(blocks) - len(outcomes)
-            if missing and not await self._keeper.wait_for_room(missing):
+            if missing and not await self._folder_bound.wait_for_room(missing):
                 self._counters.add("stores_not_granted", missing)
                 outcomes += [Outcome.FULL] * missing
         both = zip(blocks, outcomes, strict=True)
@@ -287,11 +287,11 @@ class FsBackend(Backend):
         if idle:
             # Otherwise a thread may hang in a store; a later engine sweeps its files by the marker.
             with move_on_after(_CLOSE_TIMEOUT_S_MAX):
-                if self._keeper is not None:
-                    await self._keeper.stop()
+                if self._folder_bound is not None:
+                    await self._folder_bound.stop()
                 await self._writers.run(self._files.sign_off)
-        if self._keeper is not None:
-            self._keeper.discard()
+        if self._folder_bound is not None:
+            self._folder_bound.discard()
         for threads in (self._readers, self._writers, self._probers):
             threads.stop()
 
@@ -306,8 +306,8 @@ class FsBackend(Backend):
         folder's contents.
         """
         counts = {**self._counters.counts(), **self._records.counts()}
-        if self._keeper is not None:
-            counts.update(self._keeper.levels())
+        if self._folder_bound is not None:
+            counts.update(self._folder_bound.levels())
         return counts
 
     def _make_keeper(self, capacity: int | None) -> FolderBound | None:

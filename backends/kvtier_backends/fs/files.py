@@ -101,8 +101,8 @@ class BlockFiles:
         accept_unchecked: bool,
     ) -> None:
         """``place``: the layout's opened folders."""
-        self._keeper: FolderBound | None = None
-        self._anchor = RootHandle(layout, place, self._settle, self._report_returned)
+        self._folder_bound: FolderBound | None = None
+        self._root_handle = RootHandle(layout, place, self._settle, self._report_returned)
         self._layout = layout
         self._form = form
         self._block_bytes = block_bytes = form.block_bytes
@@ -123,37 +123,37 @@ class BlockFiles:
 
     def keep_within_bound(self, keeper: FolderBound) -> None:
         """Store only what the keeper has room for, and report uses to it. Call before all else."""
-        self._keeper = keeper
+        self._folder_bound = keeper
 
     def current_place(self) -> OpenRoot:
         """Return the place; keep it while in use. Raises ``PlaceLost``. Touches storage."""
-        return self._anchor.current()
+        return self._root_handle.current()
 
     def announce(self) -> list[str]:
         """Leave this process's marker; return the names of dead writers' markers."""
         self._writer = this_writer()  # not earlier: the tier may run in a fork
         self._signature = str(self._writer)
-        place = self._anchor.make_again()
+        place = self._root_handle.make_again()
         self._settle(place)
         return dead_markers(place.base, self._writer)
 
     def neighbours(self) -> list[str]:
         """Return the names of the model's other namespaces; none if they can't be listed."""
         with suppress(OSError):  # a folder may be usable but not listable
-            return neighbours(self._anchor.current().root, self._layout)
+            return neighbours(self._root_handle.current().root, self._layout)
         return []
 
     def sign_off(self) -> None:
         """Remove the marker, since nothing unfinished is left behind. Release the folders."""
         with suppress(OSError):
             if not self._read_only:
-                remove_markers(self._anchor.current().base, [self._signature])
-        self._anchor.close()
+                remove_markers(self._root_handle.current().base, [self._signature])
+        self._root_handle.close()
 
     def sweep(self, keep_on: Callable[[], bool], dead: list[str]) -> None:
         """Remove the unfinished files of these dead writers, and their markers."""
         with suppress(PlaceLost):
-            place = self._anchor.current()
+            place = self._root_handle.current()
             for _ in sweep_after(dead, place.base, place.blocks, self._writer, keep_on):
                 self._counters.add("temporaries_swept")
 
@@ -166,7 +166,7 @@ class BlockFiles:
         """Return whether a load is likely to find the block."""
         name = self._layout.name(key)
         try:
-            place = self._anchor.current()
+            place = self._root_handle.current()
             status = os.stat(name, dir_fd=place.blocks, follow_symlinks=False)
         except OSError as problem:
             if not self._note_if_gone(problem):
@@ -184,7 +184,7 @@ class BlockFiles:
             )
         name = self._layout.name(block.key)
         try:
-            loaded = self._read(self._anchor.current(), name, block)
+            loaded = self._read(self._root_handle.current(), name, block)
         except TrailerDamaged as problem:
             odd = self._what_is_odd(name)
             self._report("load", "blocks_damaged", odd or problem, block.key)
@@ -218,7 +218,7 @@ class BlockFiles:
             )
         name = self._layout.name(block.key)
         try:
-            place = self._anchor.current()
+            place = self._root_handle.current()
             if self._is_stored(place, name):
                 self._note_use(name)
                 return Outcome.DONE
@@ -242,7 +242,7 @@ class BlockFiles:
         """Remove the block's file. A folder or a FIFO in its place stays."""
         name = self._layout.name(key)
         try:
-            place = self._anchor.current()
+            place = self._root_handle.current()
             status = os.stat(name, dir_fd=place.blocks, follow_symlinks=False)
             if stat.S_ISREG(status.st_mode):
                 self._unlink(place, name)
@@ -253,16 +253,16 @@ class BlockFiles:
     def _note_if_gone(self, problem: OSError) -> bool:
         """Return whether a file is gone. On NFS another host may have removed it."""
         if problem.errno == errno.ESTALE and not isinstance(problem, PlaceLost):
-            self._anchor.doubt()  # or the folder was removed: then its handle is stale
+            self._root_handle.doubt()  # or the folder was removed: then its handle is stale
             return True
         return problem.errno in GONE
 
     def _note_full(self, problem: OSError) -> OSError:
         """Have the cleaner make room, if there is one. Return the error to log."""
-        if self._keeper is not None:
-            self._keeper.note_no_room()
+        if self._folder_bound is not None:
+            self._folder_bound.note_no_room()
         with suppress(PlaceLost):
-            return no_room(problem, self._anchor.current().root)
+            return no_room(problem, self._root_handle.current().root)
         return problem
 
     def _report(self, side: str, kind: str, problem: Exception, key: bytes) -> None:
@@ -362,19 +362,23 @@ class BlockFiles:
     def _what_is_odd(self, name: str) -> SpecialFile | None:
         """Return the error for whatever lies in a file's place, if it is not a file."""
         with suppress(OSError):
-            place = self._anchor.current()
+            place = self._root_handle.current()
             mode = os.stat(name, dir_fd=place.blocks, follow_symlinks=False).st_mode
             if not stat.S_ISREG(mode):
                 return special_file(mode, name)
         return None
 
     def _note_use(self, name: str) -> None:
-        if self._keeper is not None:
-            self._keeper.note_use(name)
+        if self._folder_bound is not None:
+            self._folder_bound.note_use(name)
 
     def _stage(self, folder: int, name: str) -> AbstractContextManager[Stage]:
         """Return where a block is written first: beside its place, or where the bound counts it."""
-        return nullcontext(Stage(folder)) if self._keeper is None else self._keeper.stage(name)
+        return (
+            nullcontext(Stage(folder))
+            if self._folder_bound is None
+            else self._folder_bound.stage(name)
+        )
 
     def _put_in_place(self, place: OpenRoot, name: str, block: StoreBlock) -> None:
         first, second, last = name.split("/")
@@ -429,13 +433,13 @@ class BlockFiles:
         try:
             return make_both(place.blocks, first, second, mode)
         except FileNotFoundError:  # all folders were removed meanwhile
-            place = self._anchor.make_again()
+            place = self._root_handle.make_again()
             self._note_unfinished(place, f"{first}/{second}")
             return make_both(place.blocks, first, second, mode)
 
     def _note_unfinished(self, place: OpenRoot, folder: str) -> None:
         """Name the folder in this place's marker. With a bound, the stage is elsewhere."""
-        if self._keeper is not None:
+        if self._folder_bound is not None:
             return
         seen = place.unfinished
         if seen is None or seen.is_removed():
@@ -484,7 +488,7 @@ class BlockFiles:
         if self._read_only:
             return
         try:
-            self._unlink(self._anchor.current(), name)
+            self._unlink(self._root_handle.current(), name)
         except OSError as problem:
             if problem.errno not in GONE:
                 self._report("load", "removes_failed", problem, key)

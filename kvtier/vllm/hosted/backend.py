@@ -105,13 +105,13 @@ class HostedBackend(Backend):
         self._tier = tier
         self._view = view
         self._jobs = HostedJobs(tier, name, self._lose, stats)
-        self._takers = FinishedNotifier(tier)
+        self._notifier = FinishedNotifier(tier)
         self._peers: Peers | None = None
         if serves_peers(type(tier)):
             self._peers = Peers(tier, name)
             end_well(tier._control)  # noqa: SLF001 - before it has any connection
             note_no_seed_too_early(tier)
-            self._jobs.also(Parent(tier, self, self._jobs, view).serve, self._takers.tell)
+            self._jobs.also(Parent(tier, self, self._jobs, view).serve, self._notifier.tell)
         self._steps: asyncio.Task[None] | None = None
         self._closing = DaemonThreads(1, f"kvtier-{name}-close")
         self._is_ending = False  # and may hold on to the memory
@@ -182,7 +182,7 @@ class HostedBackend(Backend):
         context = ReqContext(req_id=request, kv_transfer_params=dict(params))
         if self._peers is not None:
             return PeersBlocks(
-                self._tier, self._jobs, self._view, context, self._peers, self._takers
+                self._tier, self._jobs, self._view, context, self._peers, self._notifier
             )
         return HostedRequest(self._tier, self._jobs, self._view, context)
 

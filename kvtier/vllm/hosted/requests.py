@@ -109,7 +109,7 @@ class PeersBlocks(HostedRequest):
     ) -> None:
         super().__init__(tier, jobs, view, context)
         self._peers = peers
-        self._takers = takers
+        self._notifier = takers
         self._submitting = asyncio.Lock()
         params = context.kv_transfer_params or {}
         self._has_taker = "remote_decoder" in params
@@ -175,4 +175,4 @@ class PeersBlocks(HostedRequest):
         if self._is_over and not self._loads:
             self._tier.on_request_finished(self._context)
             if self._has_taker:
-                self._takers.add(self._context, lambda: self._stores > 0 or not self._has_stored)
+                self._notifier.add(self._context, lambda: self._stores > 0 or not self._has_stored)

@@ -63,9 +63,9 @@ def test_a_tier_that_nothing_is_known_of_is_loaded_from() -> None:
 def test_the_head_of_a_long_prefix_is_recomputed_only_with_all_behind_it() -> None:
     """Tokens late in a prompt cost more: a slow tier is worth it for all of a long prefix."""
     cost = {0: LoadCost(0.0, 0.01, 0, 0.1)}
-    outlook = Estimates(Rates(1e-4, 1e-6), cost)
-    assert best_cut([Run(0, 10)], TokenPlace(0, 16), outlook).keys == 0
-    assert best_cut([Run(0, 1000)], TokenPlace(0, 16), outlook).keys == 1000
+    estimates = Estimates(Rates(1e-4, 1e-6), cost)
+    assert best_cut([Run(0, 10)], TokenPlace(0, 16), estimates).keys == 0
+    assert best_cut([Run(0, 1000)], TokenPlace(0, 16), estimates).keys == 1000
 
 
 def test_a_fast_tier_is_loaded_from_and_a_slow_one_behind_it_is_not() -> None:

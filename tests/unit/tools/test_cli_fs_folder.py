@@ -247,7 +247,7 @@ async def test_engines_hear_of_what_evict_removes(folder: Path, kvtier: Shell) -
         fs.backend.on_lost = lost.extend
         while await fs.store(100) is not Outcome.DONE:
             pass
-        reader = fs.backend._keeper._removals
+        reader = fs.backend._folder_bound._removals
         while reader._seen is None:
             await fs.load(100)
         kvtier("evict", folder, "--capacity", "1")

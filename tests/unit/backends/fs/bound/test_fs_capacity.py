@@ -89,7 +89,7 @@ async def test_what_another_engine_has_used_stays(tmp_path: Path) -> None:
         for start in range(100, 100 + 2 * BLOCKS, STORES_BETWEEN_USES):
             for each in used:
                 assert await reading.load(each) is Outcome.DONE, start
-            drained = reading.backend._keeper._writer.uses
+            drained = reading.backend._folder_bound._writer.uses
             await until_true(lambda drained=drained: not drained._used)
             terms = tmp_path / "kv" / SPACE / TERMS
             await until_true(lambda terms=terms: not list(terms.glob("*/uses-*")))
@@ -308,7 +308,7 @@ async def test_compressed_files_count_as_what_they_are(tmp_path: Path) -> None:
         for number in range(3 * BLOCKS):
             await store_all(fs, range(number, number + 1))
             assert folder_bytes(root) <= CAPACITY
-        keeper = backend._keeper
+        keeper = backend._folder_bound
         assert keeper is not None
         account = keeper.cleaner.account
         await until_true(lambda: account.manifest.bytes == folder_bytes(root))
