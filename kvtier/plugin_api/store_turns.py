@@ -93,13 +93,11 @@ class StoreTurns:
     def _pause_s(self, batch: int, now: float) -> float:
         """Return for how long a batch is held back, unless something changes before."""
         self._count(now)
-        pause_s = HELD_S_MAX - self._held_s
-        if not self._loads:
-            pause_s = min(pause_s, self._linger_until - now)
         going_on = LOADING_BATCHES if self._loads else LINGERING_BATCHES
         if self._is_free or batch in islice(self._batches, going_on):
             return 0.0
-        return pause_s
+        left_s = HELD_S_MAX - self._held_s
+        return left_s if self._loads else min(left_s, self._linger_until - now)
 
     def _count(self, now: float) -> None:
         """Count how long stores have been held back, and how long not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +26,20 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in SHIPPED}
 TRYING_MODULES = {module_of(path): path for path in TRYING}
 _ALL = MODULES | TRYING_MODULES
+
+
+PATH_HEADS = "kvtier|kvtier_backends|backends|tests|stress|docs|requirements|benchmarks"
+
+
+def missing_paths(text: str) -> set[str]:
+    """Return which files and folders of the repository a text names and are not there.
+
+    ``*`` stands for any.
+    """
+    found = re.findall(rf"(?<![\w/.-])((?:{PATH_HEADS})/[\w./*-]*)", text)
+    folders = (ROOT, ROOT / "backends")
+    named = {path.rstrip(".") for path in found}
+    return {path for path in named if not any(list(each.glob(path)) for each in folders)}
 
 
 @cache

@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from sources import ROOT, SHIPPED, TRYING, imports_of, name_of, tree_of
+from sources import ROOT, SHIPPED, TRYING, imports_of, missing_paths, name_of, tree_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,18 +108,14 @@ def test_a_class_has_a_name_of_its_own_in_its_room() -> None:
     assert not {name: paths for name, paths in found.items() if len(paths) > 1}
 
 
-NAMED_PATH = re.compile(r"`((?:kvtier|backends|tests|stress|docs|requirements)/[\w./-]*\w)/?`")
-
-
 def test_a_path_that_code_names_is_there() -> None:
-    found = [
-        f"{name_of(path)}:{number}: {named}"
-        for path in (*SHIPPED, *TRYING)
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
-        for named in NAMED_PATH.findall(line)
-        if not (ROOT / named).exists()
-    ]
-    assert not found, "\n".join(found)
+    """What stands in backticks, in docstrings and comments."""
+    quoted = {path: re.findall(r"`([^`\n]+)`", path.read_text()) for path in (*SHIPPED, *TRYING)}
+    assert not {
+        (name_of(path), named)
+        for path, texts in quoted.items()
+        for named in missing_paths(" ".join(texts))
+    }
 
 
 def published_order(name: str) -> tuple[int, str]:

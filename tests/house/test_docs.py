@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from sources import missing_paths
 from test_rooms import MAY_IMPORT, UNBOUND
 
 from kvtier.engine.circuit_breaker import BREAKER_TABLE
@@ -143,13 +144,6 @@ def test_every_metric_is_described() -> None:
 
 
 PAGES = sorted({*ROOT.glob("*.md"), *DOCS.glob("**/*.md"), *ROOT.glob("tests/*.md")})
-PATH_HEADS = "kvtier|kvtier_backends|backends|tests|stress|docs|requirements|benchmarks"
-
-
-def named_paths(page: Path) -> set[str]:
-    """Return the files and folders of the repository that a page names; ``*`` stands for any."""
-    found = re.findall(rf"(?<![\w/.-])((?:{PATH_HEADS})/[\w./*-]*)", page.read_text())
-    return {path.rstrip(".") for path in found}
 
 
 def named_modules(page: Path) -> set[str]:
@@ -170,14 +164,8 @@ def is_there(name: str) -> bool:
 
 def test_every_path_and_module_that_a_page_names_is_there() -> None:
     """The tree had moved, and pages still named the folders of before."""
-    folders = (ROOT, ROOT / "backends")
     pages = [page for page in PAGES if page.name != "CHANGELOG.md"]  # that one names what was
-    assert not {
-        (page.name, path)
-        for page in pages
-        for path in named_paths(page)
-        if not any(list(each.glob(path)) for each in folders)
-    }
+    assert not {(page.name, path) for page in pages for path in missing_paths(page.read_text())}
     assert not {
         (page.name, name) for page in pages for name in named_modules(page) if not is_there(name)
     }

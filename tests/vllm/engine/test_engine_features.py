@@ -1,10 +1,11 @@
 """What requests may ask for gives the same with kvtier: cold, from DRAM and after a restart.
 
-The table of ``vllm-releases.md`` lists each of ``FEATURES``.
+The table of ``vllm-releases.md`` lists each of ``PLAYS``.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,16 +37,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "structured output": {"choice": ["w10 w11", "w12"]},
 }
 """By the name that the page has: what a request asks for."""
-
-OTHERS = {
-    "a prompt of one token, and the longest one": "ends",
-    "beam search": "beams",
-    "prompt embeddings": "embeddings",
-    "pooling": "pooled",
-    "sleep of levels 1 and 2": "naps",
-    "latent attention (MLA)": "plain",
-}
-"""By the name that the page has: which function below plays it."""
 
 
 def plain(running: Engine) -> Any:
@@ -112,6 +103,18 @@ def naps(running: Engine) -> Any:
     return found[0]
 
 
+PLAYS: dict[str, Callable[[Engine], Any]] = {
+    **{feature: partial(asked, feature=feature) for feature in FEATURES},
+    "a prompt of one token, and the longest one": ends,
+    "beam search": beams,
+    "prompt embeddings": embeddings,
+    "pooling": pooled,
+    "sleep of levels 1 and 2": naps,
+    "latent attention (MLA)": plain,
+}
+"""By the name that the page has: what plays it."""
+
+
 def _token_prompts(lengths: list[int]) -> list[dict[str, Any]]:
     return [{"prompt_token_ids": prompt} for prompt in prompts_of(lengths)]
 
@@ -126,20 +129,14 @@ def played(
     model: str, config: dict[str, Any] | None, names: list[str], settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Play features cold and again in one engine, and with kvtier once more in a new one."""
-    plays: dict[str, Callable[[Engine], Any]] = {
-        name: globals()[OTHERS[name]]
-        if name in OTHERS
-        else lambda running, name=name: asked(running, name)
-        for name in names
-    }
     rounds = []
     for counts in (2, 1) if config else (1,):
         with engine(model, config, blocks=300, **settings) as running:
             for _ in range(counts):
                 found = {}
-                for name, play in plays.items():
+                for name in names:
                     running.forget()
-                    found[name] = play(running)
+                    found[name] = PLAYS[name](running)
                     running.idle()
                 rounds.append(found)
             if config:
@@ -212,4 +209,4 @@ def is_same(one: Any, other: Any) -> bool:
 
 def test_the_page_lists_each_feature() -> None:
     rows = [line.split("|")[1].strip() for line in PAGE.read_text().splitlines() if "|" in line]
-    assert {*FEATURES, *OTHERS} <= set(rows)
+    assert PLAYS.keys() <= set(rows)
