@@ -55,7 +55,7 @@ class GiveUp(Message, frozen=True, gc=False):
     """Finish every job now. Only copies that have begun continue; they end soon."""
 
 
-class TakeFinished(Message, frozen=True, gc=False):
+class DrainFinished(Message, frozen=True, gc=False):
     """Answered with the list of jobs Finished since the last one."""
 
 

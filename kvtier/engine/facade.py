@@ -429,7 +429,7 @@ class SchedulerFacade:
             faults=self._cell.faults,
         )
 
-    def take_observations(self) -> Observations:
+    def drain_observations(self) -> Observations:
         """Return the individual measurements since the last call, for histograms."""
         tiers = tuple(
             TierObservations(

@@ -144,7 +144,7 @@ class Numbers:
         self.counts = counts
         self._last = 0
 
-    def take(self) -> int:
+    def next(self) -> int:
         """Return an unused number."""
         self._last += 1
         return self._last

@@ -112,7 +112,7 @@ class LoadCompletions:
         for key, slot, outcome in zip(message.keys, message.slots, message.outcomes, strict=True):
             is_of_use = outcome is Outcome.DONE and may_keep
             if is_of_use and key not in self._slots.slot_of:
-                self._slots.take_back(slot, key)
+                self._slots.restore(slot, key)
                 kept[0].append(key)
                 kept[1].append(slot)
             else:

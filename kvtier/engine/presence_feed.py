@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Mailbox
     from kvtier.core.events import Event
     from kvtier.engine.connection import ServerConnection
-    from kvtier.engine.waiting_probes import Probe
+    from kvtier.engine.waiting_probes import WaitingProbe
     from kvtier.plugin_api.backend import BackendTraits
     from kvtier.plugin_api.keys import Key
 
@@ -104,7 +104,7 @@ class PresenceFeed:
         if keys and epoch >= self.since and not self._request_scoped:
             self._learned(keys, ())
 
-    def answered(self, probe: Probe, present: Sequence[bool]) -> None:
+    def answered(self, probe: WaitingProbe, present: Sequence[bool]) -> None:
         """Use a probe's answer for the tier's contents, even if no request waits for it."""
         if probe.since != self.since or self._tells_by_itself or self._request_scoped:
             return

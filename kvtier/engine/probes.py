@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvtier.engine.jobs import Numbers
     from kvtier.engine.presence_feed import PresenceFeed
     from kvtier.engine.tier_health import TierHealth
-    from kvtier.engine.waiting_probes import Probe
+    from kvtier.engine.waiting_probes import WaitingProbe
     from kvtier.settings.runtime_config import RuntimeConfig
 
 FIRST_KEYS: Final = 128
@@ -62,8 +62,8 @@ class Probes:
         self._waiting = WaitingProbes()
         self._under_way = InFlight(health.time, FIRST_KEYS, config.tiers[number].probe_timeout_s)
         self._times = self._under_way.times
-        self._awaited: dict[int, Probe] = {}
-        self._late: dict[int, Probe] = {}  # only the latest
+        self._awaited: dict[int, WaitingProbe] = {}
+        self._late: dict[int, WaitingProbe] = {}  # only the latest
         self._mark = b""  # of the generation
 
     def __len__(self) -> int:
@@ -137,9 +137,9 @@ class Probes:
             size = None if question.is_apart else min(room, share)
             self._send(self._waiting.pop_part(question, size), peer)
 
-    def _send(self, probe: Probe, peer: str) -> None:
+    def _send(self, probe: WaitingProbe, peer: str) -> None:
         probe.assign(peer)
-        number = self._numbers.take()
+        number = self._numbers.next()
         deadline = self._under_way.begin(number, probe)
         self._awaited[number] = probe
         if not self._tier.post(probe.order(number, self._mark, deadline)):
@@ -240,12 +240,12 @@ class Probes:
     def _end_waiting(self) -> None:
         self._end_unasked(self._waiting.pop_all())
 
-    def _end_unasked(self, probes: Iterable[Probe]) -> None:
+    def _end_unasked(self, probes: Iterable[WaitingProbe]) -> None:
         """End probes that were not sent as misses."""
         for probe in probes:
             self._tell(probe, (False,) * probe.size)
 
-    def _end(self, probe: Probe, present: Sequence[bool] | None = None) -> None:
+    def _end(self, probe: WaitingProbe, present: Sequence[bool] | None = None) -> None:
         """Report the tier's answer. None: there is none, so all keys are misses."""
         found = (False,) * probe.size if present is None else tuple(present)
         self._tell(probe, found)
@@ -253,7 +253,7 @@ class Probes:
         if unasked is not None:
             self._tell(unasked, (False,) * unasked.size)
 
-    def _tell(self, probe: Probe, found: tuple[bool, ...]) -> None:
+    def _tell(self, probe: WaitingProbe, found: tuple[bool, ...]) -> None:
         if probe.since != self._contents.since:  # not about the current generation
             return
         self._counts.queries += len(found) - sum(found)

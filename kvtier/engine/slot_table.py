@@ -278,7 +278,7 @@ class SlotTable:
             self._freed.append(slot)
         return True
 
-    def take_back(self, slot: int, key: Key) -> None:
+    def restore(self, slot: int, key: Key) -> None:
         """Note that a quarantined slot was filled after all, for an ABSENT key, by its one user."""
         assert self.quarantined[slot] == 1, "others may still touch the slot"
         del self.quarantined[slot]

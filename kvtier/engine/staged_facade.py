@@ -125,7 +125,7 @@ class StagedFacade:
         self._unfinished[message.job] = (is_load, message.keys)
         self._ask(message)
 
-    def take_finished(self) -> list[s.Finished]:
+    def drain_finished(self) -> list[s.Finished]:
         """Return the jobs that have finished since the last call. Never waits for storage."""
         self._poll()
         if 0 < self._copier.backlog_bytes() <= COPY_WAIT_BYTES_MAX:
@@ -136,7 +136,7 @@ class StagedFacade:
         return finished
 
     def _collect(self) -> None:
-        finished = self._ask(s.TakeFinished())
+        finished = self._ask(s.DrainFinished())
         if finished is NO_REPLY:
             self._fail_all()
             return

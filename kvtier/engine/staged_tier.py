@@ -18,7 +18,7 @@ reused until the tier releases them.
 - Stores hold no more than a part of the staging slots, so that loads find free ones.
 
 # Invariant: the program's slot of a block is touched by a copy only, and a job with a
-#            copy under way is not finished. Checked: _end, take,
+#            copy under way is not finished. Checked: _end, allocate,
 #            a_slot_of_the_program_is_touched_by_a_copy_of_a_running_job_only.
 # Invariant: every job is finished once, at its deadline at the latest but for copies. Checked:
 #            end_block, stop_waiting, what_is_late_has_finished_but_for_its_copies.
@@ -33,7 +33,7 @@ from kvtier.core import messages as m
 from kvtier.core import staging_messages as s
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.block_state import BlockState
-from kvtier.engine.staging_slots import Block, StagingSlots, Transfer
+from kvtier.engine.staging_slots import StagedBlock, StagedTransfer, StagingSlots
 from kvtier.engine.tier_directory import ASKING, NOWHERE, TierDirectory
 from kvtier.plugin_api.backend import Outcome
 
@@ -75,9 +75,9 @@ class StagedTier(Actor):
         self._slots = StagingSlots(config.slot_count)
         self._directory = TierDirectory(1, config.directory_keys_max)
         self._searches: dict[RequestId, Search] = {}
-        self._transfers: dict[int, Transfer] = {}
-        self._loads: deque[Block] = deque()  # waiting for a staging slot
-        self._stores: deque[Block] = deque()
+        self._transfers: dict[int, StagedTransfer] = {}
+        self._loads: deque[StagedBlock] = deque()  # waiting for a staging slot
+        self._stores: deque[StagedBlock] = deque()
         self._copies: dict[int, tuple[int, ...]] = {}  # under way: the staging slots of each
         self._next_copy = 0
         self._finished: list[s.Finished] = []
@@ -99,7 +99,7 @@ class StagedTier(Actor):
             s.SubmitStore: self._submit_store,
             s.BlocksCopied: self._copied,
             s.GiveUp: lambda _: self._give_up(self._transfers.values()),
-            s.TakeFinished: self._take_finished,
+            s.DrainFinished: self._drain_finished,
             m.ProbeEnded: self._probe_ended,
             m.PromotionEnded: self._promotion_ended,
             m.PromotionAbandoned: self._promotion_abandoned,
@@ -173,8 +173,8 @@ class StagedTier(Actor):
         self._fail(new[max(0, room) :])
         self._go_on()
 
-    def _begin(self, message: s.SubmitLoad | s.SubmitStore, deadline: float) -> list[Block]:
-        transfer = Transfer(
+    def _begin(self, message: s.SubmitLoad | s.SubmitStore, deadline: float) -> list[StagedBlock]:
+        transfer = StagedTransfer(
             message.job,
             message.request,
             message.keys,
@@ -187,24 +187,24 @@ class StagedTier(Actor):
         self._transfers[message.job] = transfer
         if not message.keys:
             self._finish(transfer)
-        return [Block(transfer, index) for index in range(len(message.keys))]
+        return [StagedBlock(transfer, index) for index in range(len(message.keys))]
 
     def _go_on(self) -> None:
         """Give staging slots to waiting blocks: loads first."""
         while self._loads and self._slots.free_count:
-            blocks = self._pop_waiting(self._loads, self._slots.free_count)
+            blocks = self._pop(self._loads, self._slots.free_count, of_one=True)
             if blocks:
-                staging = self._slots.take(blocks)
+                staging = self._slots.allocate(blocks)
                 keys = tuple(block.key for block in blocks)
                 self.link.post(m.Promote(keys, staging, blocks[0].transfer.epoch))
         room = min(self._slots.free_count, self._staged_stores_max - self._slots.store_count)
-        blocks = self._pop_waiting(self._stores, room, of_one=False)
+        blocks = self._pop(self._stores, room, of_one=False)
         if blocks:
-            self._copy(self._slots.take(blocks), to_staging=True)
+            self._copy(self._slots.allocate(blocks), to_staging=True)
 
-    def _pop_waiting(self, waiting: deque[Block], room: int, *, of_one: bool = True) -> list[Block]:
+    def _pop(self, waiting: deque[StagedBlock], room: int, *, of_one: bool) -> list[StagedBlock]:
         """Return the next blocks that are still wanted; ``of_one``: of a single transfer."""
-        blocks: list[Block] = []
+        blocks: list[StagedBlock] = []
         while waiting and len(blocks) < room:
             if waiting[0].is_wanted:
                 if of_one and blocks and waiting[0].transfer is not blocks[0].transfer:
@@ -240,9 +240,9 @@ class StagedTier(Actor):
             self._send_stores(staging, blocks)
         self._go_on()
 
-    def _send_stores(self, staging: Sequence[int], blocks: Sequence[Block]) -> None:
+    def _send_stores(self, staging: Sequence[int], blocks: Sequence[StagedBlock]) -> None:
         """Have the tier store the copied blocks, with one message for each transfer."""
-        batches: dict[Transfer, list[tuple[Block, int]]] = {}
+        batches: dict[StagedTransfer, list[tuple[StagedBlock, int]]] = {}
         for slot, block in zip(staging, blocks, strict=True):
             batches.setdefault(block.transfer, []).append((block, slot))
         for transfer, batch in batches.items():
@@ -328,7 +328,7 @@ class StagedTier(Actor):
         self._directory.reset()
         self.link.post(m.GenerationBegan(self._epoch, message.mark))
 
-    def _give_up(self, transfers: Iterable[Transfer]) -> None:
+    def _give_up(self, transfers: Iterable[StagedTransfer]) -> None:
         """End all blocks of these transfers, except those being copied, which end soon."""
         given_up = {transfer for transfer in transfers if not transfer.is_given_up}
         for transfer in given_up:
@@ -340,29 +340,29 @@ class StagedTier(Actor):
         self._loads = deque(block for block in self._loads if block.is_wanted)
         self._stores = deque(block for block in self._stores if block.is_wanted)
 
-    def _miss(self, block: Block) -> None:
+    def _miss(self, block: StagedBlock) -> None:
         """End a block that did not arrive: its request does not look for it there again."""
         if block.is_wanted:
             if block.transfer.is_load:
                 self._directory.failed(block.key, block.transfer.request, TIER)
             self._end(block, success=False)
 
-    def _fail(self, blocks: Iterable[Block]) -> None:
+    def _fail(self, blocks: Iterable[StagedBlock]) -> None:
         for block in list(blocks):
             self._miss(block)
 
-    def _end_all(self, blocks: Iterable[Block], *, moved: bool = False) -> None:
+    def _end_all(self, blocks: Iterable[StagedBlock], *, moved: bool = False) -> None:
         for block in blocks:
             self._end(block, success=True, moved=moved)
 
-    def _end(self, block: Block, *, success: bool, moved: bool = False) -> None:
+    def _end(self, block: StagedBlock, *, success: bool, moved: bool = False) -> None:
         assert not block.is_copying, "a block ends while it is copied"
         block.stop_waiting()
         transfer = block.transfer
         if transfer.end_block(block.key, success=success, moved=moved):
             self._finish(transfer)
 
-    def _finish(self, transfer: Transfer) -> None:
+    def _finish(self, transfer: StagedTransfer) -> None:
         del self._transfers[transfer.number]
         self._finished.append(
             s.Finished(
@@ -374,6 +374,6 @@ class StagedTier(Actor):
             )
         )
 
-    def _take_finished(self, _message: s.TakeFinished) -> None:
+    def _drain_finished(self, _message: s.DrainFinished) -> None:
         finished, self._finished = self._finished, []
         self.reply(finished)

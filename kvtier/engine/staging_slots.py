@@ -1,6 +1,6 @@
 """Tracks the staging slots of one tier: the free ones, and the block that holds each other one.
 
-# Invariant: a slot is either free or held, by one block. Checked: take, free,
+# Invariant: a slot is either free or held, by one block. Checked: allocate, free,
 #            a_staging_slot_is_free_or_held_by_one_block.
 """
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key, RequestId
 
 
-class Transfer:
+class StagedTransfer:
     """One job of the other program, until all its blocks have ended."""
 
     __slots__ = (
@@ -68,12 +68,12 @@ class Transfer:
         return ended == len(self.keys)
 
 
-class Block:
+class StagedBlock:
     """One block of a transfer that waits, or holds a staging slot."""
 
     __slots__ = ("index", "is_copying", "is_wanted", "transfer")
 
-    def __init__(self, transfer: Transfer, index: int) -> None:
+    def __init__(self, transfer: StagedTransfer, index: int) -> None:
         self.transfer = transfer
         self.index = index
         self.is_copying = False  # between its staging slot and the program's
@@ -109,7 +109,7 @@ class StagingSlots:
     def __init__(self, count: int) -> None:
         self._count = count
         self._free = list(range(count))
-        self._held: dict[int, Block] = {}
+        self._held: dict[int, StagedBlock] = {}
         self._stores = 0  # slots held by stores
 
     @property
@@ -122,17 +122,17 @@ class StagingSlots:
         """How many slots stores hold."""
         return self._stores
 
-    def take(self, blocks: Sequence[Block]) -> tuple[int, ...]:
+    def allocate(self, blocks: Sequence[StagedBlock]) -> tuple[int, ...]:
         """Give each block a slot. Enough must be free."""
         assert len(blocks) <= len(self._free)
-        taken = tuple(self._free.pop() for _ in blocks)
-        for slot, block in zip(taken, blocks, strict=True):
+        allocated = tuple(self._free.pop() for _ in blocks)
+        for slot, block in zip(allocated, blocks, strict=True):
             assert slot not in self._held
             self._held[slot] = block
             self._stores += not block.transfer.is_load
-        return taken
+        return allocated
 
-    def holders(self, slots: Iterable[int]) -> list[Block]:
+    def holders(self, slots: Iterable[int]) -> list[StagedBlock]:
         """Return the blocks that hold these slots."""
         return [self._held[slot] for slot in slots]
 
@@ -145,6 +145,6 @@ class StagingSlots:
             self._free.append(slot)
         assert len(self._free) + len(self._held) == self._count
 
-    def held(self) -> Collection[Block]:
+    def held(self) -> Collection[StagedBlock]:
         """Return all blocks that hold a slot."""
         return self._held.values()

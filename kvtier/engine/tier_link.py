@@ -189,7 +189,7 @@ class TierLink(Actor):
             self.write_backlog.drop(message)
             return
         self._uses.send(self.time.now)  # before it evicts
-        kept, rest = self.write_backlog.take(message)
+        kept, rest = self.write_backlog.admit(message)
         self._stores.waiting.add(kept, self.time.now)
         self._send_waiting(self._stores)
         self.write_backlog.defer(rest)
@@ -232,7 +232,7 @@ class TierLink(Actor):
 
     def _send(self, transfers: Transfers, job: Job) -> bool:
         """Send a job to the tier. False: its mailbox is full."""
-        job_id = self._numbers.take()
+        job_id = self._numbers.next()
         deadline = transfers.on_sent(job_id, job)
         if not self.tier.post(job.order(job_id, self._mark, self.contents.since, deadline)):
             transfers.not_sent(job_id)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key, RequestId
 
 
-class Probe:
+class WaitingProbe:
     """One probe at the tier: some of the keys of one request."""
 
     __slots__ = (
@@ -126,11 +126,11 @@ class Question:
         """The keys not asked for yet."""
         return self._message.keys[self._start :]
 
-    def pop(self, keys_max: int | None = None) -> Probe:
+    def pop(self, keys_max: int | None = None) -> WaitingProbe:
         """Return the next part, up to ``keys_max`` keys; None: all that is left."""
         keys = self.keys[:keys_max]
         self._start += len(keys)
-        return Probe(keys, self.request, self.since, self)
+        return WaitingProbe(keys, self.request, self.since, self)
 
     def drop(self, unwanted: frozenset[Key]) -> tuple[Key, ...]:
         """Forget unwanted keys that were not asked for yet; return them."""
@@ -167,13 +167,13 @@ class WaitingProbes:
                 return questions[0]
         return None
 
-    def pop_part(self, question: Question, keys_max: int | None) -> Probe:
+    def pop_part(self, question: Question, keys_max: int | None) -> WaitingProbe:
         """Return the next part of a question, which ends its request's turn; None: all of it."""
         question.is_at_tier = True
         self._questions[question.asker] = self._questions.pop(question.asker)
         return question.pop(keys_max)
 
-    def answered(self, probe: Probe, *, is_whole: bool) -> Probe | None:
+    def answered(self, probe: WaitingProbe, *, is_whole: bool) -> WaitingProbe | None:
         """Note that a part was answered. ``is_whole``: the tier has all its keys.
 
         Returns the rest of the question if that is not asked for any more because of it.
@@ -196,15 +196,15 @@ class WaitingProbes:
                 self._remove(question)
         return tuple(dropped)
 
-    def pop_impatient(self, since: float) -> list[Probe]:
+    def pop_impatient(self, since: float) -> list[WaitingProbe]:
         """Return the rest of questions that have waited since then."""
         return self._pop_where(lambda question: question.asked_at <= since)
 
-    def pop_all(self) -> list[Probe]:
+    def pop_all(self) -> list[WaitingProbe]:
         """Return the rest of all questions."""
         return self._pop_where(lambda _: True)
 
-    def _pop_where(self, is_meant: Callable[[Question], bool]) -> list[Probe]:
+    def _pop_where(self, is_meant: Callable[[Question], bool]) -> list[WaitingProbe]:
         """Remove questions; return their keys that were not asked for."""
         found = [each for few in self._questions.values() for each in few if is_meant(each)]
         for question in found:

@@ -62,7 +62,7 @@ class WriteBacklog:
         """Return whether the tier recently had no room. ``now``: seconds of the link's clock."""
         return now < self._full_until
 
-    def take(self, message: m.Cascade) -> tuple[m.Cascade, m.Cascade]:
+    def admit(self, message: m.Cascade) -> tuple[m.Cascade, m.Cascade]:
         """Return the blocks that have room, which count as held from now on, and the rest."""
         room = max(0, self._slots_max - self.slots)
         kept = message.part(0, room)

@@ -71,7 +71,7 @@ class Adapters:
                 return  # the worker keeps the adapter it has
             now = _look_at(request.lora_path)
             is_sure = before in ((), now.state)
-            self._take(request.lora_int_id, now if is_sure else _Adapter(now.path, now.state, None))
+            self._set(request.lora_int_id, now if is_sure else _Adapter(now.path, now.state, None))
 
     def forget(self) -> None:
         """Forget all adapters: a new engine loads them again."""
@@ -83,7 +83,7 @@ class Adapters:
         with self._lock:
             self._loaded.pop(number, None)
 
-    def _take(self, number: int, adapter: _Adapter) -> _Adapter:
+    def _set(self, number: int, adapter: _Adapter) -> _Adapter:
         """Record an adapter. Requests running with the one it replaces are computed with both."""
         known = self._loaded.get(number)
         self._loaded[number] = adapter
@@ -109,7 +109,7 @@ class Adapters:
             known = self._loaded.get(request.lora_int_id)
             now = _state_of(request.lora_path)
             if known is None or (now != known.state and (request.load_inplace or not known.state)):
-                known = self._take(request.lora_int_id, _look_at(request.lora_path))
+                known = self._set(request.lora_int_id, _look_at(request.lora_path))
             is_same = (known.path, known.state) == (request.lora_path, now)
             if known.digest is not None and is_same:
                 return known.digest

@@ -155,7 +155,7 @@ class KVEvents:
             contents.withdraw()
         self._note(events)
 
-    def take(self, events: Collection[Event]) -> list[OffloadingEvent]:
+    def drain(self, events: Collection[Event]) -> list[OffloadingEvent]:
         """Return the events to announce from ``events`` and from those that waited."""
         if not (events or self._out or self._met or self._waits()):
             return []  # as in most steps
@@ -215,11 +215,11 @@ class KVEvents:
         keys = [key for key in keys if announced.pop(key, _NOTHING) is None]
         self._doubtful.difference_update(_within(keys, self._doubtful))
         if number == PRIMARY:  # no more blocks than a step stores
-            self._take_back(number, keys)
+            self._withdraw(number, keys)
         else:
             self._places[number].withdrawn.update(dict.fromkeys(keys))
 
-    def _take_back(self, number: int, keys: Sequence[bytes]) -> None:
+    def _withdraw(self, number: int, keys: Sequence[bytes]) -> None:
         """Announce that blocks left a tier, and that other tiers of its medium have them."""
         others = self._beside[number]
         elsewhere = {key for theirs in others.values() for key in _within(keys, theirs.announced)}
@@ -251,7 +251,7 @@ class KVEvents:
             self._emit(place, keys, removed=True, metadata_only=True)
         else:  # vLLM 0.32: both in one batch, so that no router sees the block in between
             self._emit(place, keys, removed=False, removal_expected=True)
-            self._take_back(PRIMARY, keys)
+            self._withdraw(PRIMARY, keys)
 
     def _announce_waiting(self) -> None:
         """Announce blocks that vLLM has become able to describe; without descriptions, all."""
@@ -288,7 +288,7 @@ class KVEvents:
                 is_elsewhere = any(key in theirs.announced for theirs in others)
                 room -= AGAIN_COST if is_elsewhere else 1
             if keys:
-                self._take_back(number, keys)
+                self._withdraw(number, keys)
 
     def _announce_undescribed(self) -> None:
         """Announce all removals of a block with its last one: vLLM forgets the block with that."""
@@ -301,7 +301,7 @@ class KVEvents:
                     for key in _within(event.keys, contents.withdrawn)
                     if not self._described.get(key, {PRIMARY})
                 ]
-                self._take_back(number, list(dict.fromkeys(keys)))
+                self._withdraw(number, list(dict.fromkeys(keys)))
 
     def _forget_undescribed(self, out: Iterable[OffloadingEvent]) -> None:
         """Forget blocks that are nowhere any more, as vLLM's tracker does at a batch's end."""

@@ -439,11 +439,11 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         return self._watch.safely("events", self._all_events) or []
 
     def _all_events(self) -> list[OffloadingEvent]:
-        return self._kv_events.take(self._idle_work.take_events())
+        return self._kv_events.drain(self._idle_work.take_events())
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._watch.safely("metrics", lambda: self._metrics.take(is_busy=bool(self.live)))
+        return self._watch.safely("metrics", lambda: self._metrics.collect(is_busy=bool(self.live)))
 
     # --- resets and the end ---
 

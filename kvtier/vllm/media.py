@@ -69,14 +69,14 @@ class Media:
         self._number = uuid4().hex
         self._live.clear()
 
-    def take_in(self, features: Iterable[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
+    def unmark(self, features: Iterable[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
         """Return a request's media without marks, as vLLM had them before."""
-        taken = []
+        unmarked = []
         for feature in features:
             is_content = feature.identifier.startswith(_MARK)
             plain = replace(feature, identifier=feature.identifier.removeprefix(_MARK))
             plain.kvtier_is_clients = not is_content and not self.trusts
-            taken.append(plain)
+            unmarked.append(plain)
             if plain.kvtier_is_clients and not self._said:
                 self._said = True
                 log.warning(
@@ -85,7 +85,7 @@ class Media:
                     'media_ids to "trust" if ids always stand for the same content',
                     modality=feature.modality,
                 )
-        return taken
+        return unmarked
 
     def note(self, request: Request) -> None:
         """Track a request for as long as it runs."""
@@ -200,7 +200,7 @@ def _taking_in(real: Callable[..., Request]) -> Callable[..., Request]:
         if not request.mm_features:
             return real(cls, request, *rest, **named)
         # Not in place: the samples of one prompt share their media.
-        request.mm_features = MEDIA.take_in(request.mm_features)
+        request.mm_features = MEDIA.unmark(request.mm_features)
         made = real(cls, request, *rest, **named)
         MEDIA.note(made)
         return made

@@ -225,7 +225,7 @@ class TierExporter:
         self._drops = _drops()
         self._gauges = _TierGauges(tier)
 
-    def take(self, now: TierStatistics, faults: int) -> OffloadingConnectorStats:
+    def collect(self, now: TierStatistics, faults: int) -> OffloadingConnectorStats:
         """Return the changes since the last call."""
         sample = Sample(self._definitions, self._watch)
         self._counters.report(sample, now.counts)
@@ -280,7 +280,7 @@ class MetricsExporter:
         """Report all changes with this step: a user may read them."""
         self._next_at = -math.inf
 
-    def take(self, *, is_busy: bool) -> OffloadingConnectorStats | None:
+    def collect(self, *, is_busy: bool) -> OffloadingConnectorStats | None:
         """Return the increments, gauges and observations since the last report. Never raises.
 
         A part that fails is left out, and counted. None: nothing has changed, as at most steps, or
@@ -296,32 +296,32 @@ class MetricsExporter:
             return None
         sample = Sample(self._definitions, self._watch)
         safely = self._watch.safely
-        safely("metrics", self._take_state, sample)
-        safely("metrics", self._take_observations, sample)
+        safely("metrics", self._report_state, sample)
+        safely("metrics", self._report_observations, sample)
         if self._hosting is not None:
             safely("metrics", self._hosting.stats.report, sample)
         # Last, since the others add to it.
-        safely("metrics", self._take_drops, sample)
+        safely("metrics", self._report_drops, sample)
         return sample.stats
 
     def labels(self, tier: str) -> Mapping[str, Any]:
         """Return the labels that a hosted tier reports; none for another tier."""
         return {} if self._hosting is None else self._hosting.labels_of.get(tier, {})
 
-    def _take_state(self, sample: Sample) -> None:
+    def _report_state(self, sample: Sample) -> None:
         now = self._facade.statistics()
         self._primary.report(sample, now.primary.counts)
         self._faults.report(sample, now.faults)
-        self._take_slots(sample, now.primary)
+        self._report_slots(sample, now.primary)
         for number, tier in enumerate(now.tiers):
             self._tiers[number].report(sample, tier.counts)
-            self._take_jobs(sample, tier, now.primary.slot_count)
+            self._report_jobs(sample, tier, now.primary.slot_count)
             self._tier_gauges[number].report(sample, tier)
 
-    def _take_drops(self, sample: Sample) -> None:
+    def _report_drops(self, sample: Sample) -> None:
         self._drops.report(sample, self._watch.dropped.copy())
 
-    def _take_slots(self, sample: Sample, now: PrimaryStatistics) -> None:
+    def _report_slots(self, sample: Sample, now: PrimaryStatistics) -> None:
         writing = (now.filling_from_gpu_slots + now.filling_from_tiers_slots) / now.slot_count
         reading = now.pinned_slots / now.slot_count
         values = (
@@ -341,7 +341,7 @@ class MetricsExporter:
                 sample.set(metric, values[number], label)
         self._slots = values
 
-    def _take_jobs(self, sample: Sample, now: TierStatistics, slot_count: int) -> None:
+    def _report_jobs(self, sample: Sample, now: TierStatistics, slot_count: int) -> None:
         names = TieringOffloadingMetrics
         label = (now.name,)
         self._set(sample, names.PRIMARY_WRITE_USAGE_PERC, now.promotion_slots / slot_count, label)
@@ -349,8 +349,8 @@ class MetricsExporter:
         self._set(sample, names.ACTIVE_PROMOTION_JOBS, now.promotion_jobs_in_flight, label)
         self._set(sample, names.ACTIVE_CASCADE_JOBS, now.cascade_jobs_in_flight, label)
 
-    def _take_observations(self, sample: Sample) -> None:
-        observations = self._facade.take_observations()
+    def _report_observations(self, sample: Sample) -> None:
+        observations = self._facade.drain_observations()
         for size in observations.allocation_sizes:
             sample.observe(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
         for seconds in observations.lookup_seconds:

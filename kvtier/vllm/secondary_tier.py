@@ -195,7 +195,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
     @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return each job once. Its slots are not touched any more."""
-        return [self._result(finished) for finished in self._facade.take_finished()]
+        return [self._result(finished) for finished in self._facade.drain_finished()]
 
     def _result(self, finished: Finished) -> JobResult:
         is_partial = finished.is_load and finished.failed and finished.succeeded
@@ -224,15 +224,15 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return self._watch.safely("events", self._taken_events) or []
+        return self._watch.safely("events", self._drained_events) or []
 
-    def _taken_events(self) -> list[OffloadingEvent]:
-        return self._events.take(self._facade.take_events())
+    def _drained_events(self) -> list[OffloadingEvent]:
+        return self._events.drain(self._facade.take_events())
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
         return self._watch.safely(
-            "metrics", lambda: self._metrics.take(self._facade.statistics(), self._facade.faults)
+            "metrics", lambda: self._metrics.collect(self._facade.statistics(), self._facade.faults)
         )
 
     @classmethod

@@ -81,7 +81,7 @@ class StagedTierSpec(RuleBasedStateMachine):
 
     def tell(self, message: Message) -> None:
         self.cell.ask(self.staged, message)
-        self.cell.ask(self.staged, s.TakeFinished())
+        self.cell.ask(self.staged, s.DrainFinished())
         for each in self.replies.pop():
             slots = self.running.pop(each.job)  # raises if it had finished before
             assert len(each.failed) + len(each.succeeded) == len(slots)

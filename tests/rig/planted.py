@@ -206,7 +206,7 @@ def remove_at_once_what_routers_have_and_what_they_have_not() -> Any:
     """Where two tiers have one medium, Dynamo ends a removal at what the other's has removed."""
     return _rewritten(
         KVEvents,
-        "_take_back",
+        "_withdraw",
         "elsewhere.union(gone)))\n    self._emit_removed(number, gone)",
         "elsewhere))",
     )

@@ -182,11 +182,11 @@ PARTS = [
     *methods(metrics._Counters),
     *methods(metrics._TierGauges),
     *methods(Sample),
-    *((KVEvents, name) for name in ("take", "_note", "_announce_waiting", "_forget_undescribed")),
+    *((KVEvents, name) for name in ("drain", "_note", "_announce_waiting", "_forget_undescribed")),
     (KVTierManager, "_all_events"),
     (KVTierManager, "_labels"),
     (SchedulerFacade, "statistics"),
-    (SchedulerFacade, "take_observations"),
+    (SchedulerFacade, "drain_observations"),
     (SchedulerFacade, "take_events"),
     (PrimaryTier, "statistics"),
     (TierLink, "statistics"),
@@ -263,12 +263,12 @@ def test_what_waits_to_be_told_is_told_before_long() -> None:
         GuardedObserver(),
         clock=lambda: now[0],
     )
-    assert exporter.take(is_busy=True) is not None
+    assert exporter.collect(is_busy=True) is not None
     facade.primary.evictions += 3
     facade.activity += 1
-    assert exporter.take(is_busy=True) is None
+    assert exporter.collect(is_busy=True) is None
     now[0] += metrics.REPORT_S
-    told = exporter.take(is_busy=True)
+    told = exporter.collect(is_busy=True)
     assert told is not None
     assert told.data["data"]["kvtier:primary_evictions"] == {(): 3}
 
@@ -322,7 +322,7 @@ class History:
             faults=self.faults,
         )
 
-    def take_observations(self) -> Observations:
+    def drain_observations(self) -> Observations:
         none = TierObservations(probe_seconds=[float("nan")], promotion_seconds=[])
         return Observations(allocation_sizes=[], lookup_seconds=[], tiers=(none,) * len(TIERS))
 
@@ -379,7 +379,7 @@ def test_whatever_counters_do_vllms_front_end_takes_it_and_shows_no_fall(steps: 
             else:
                 facade.backends[0] = {}
                 facade.tiers[1] = TierCounts()
-        front.take(exporter.take(is_busy=False))
+        front.take(exporter.collect(is_busy=False))
         now = front.value("kvtier:primary_evictions_total") or 0.0
         assert now >= shown
         shown = now

@@ -289,7 +289,7 @@ class BlockFiles:
             if problem.errno not in NO_ROOM:
                 raise
         else:
-            place.take_marker(marker)
+            place.keep_marker(marker)
 
     def _report_returned(self) -> None:
         self._incidents.report("load", "folder_returned", "the folder is there, and is used")

@@ -67,7 +67,7 @@ class OpenRoot:
         """Return whether anyone may write to one of its folders although that is not allowed."""
         return not self.allow_world_writable and bool(os.fstat(folder).st_mode & stat.S_IWOTH)
 
-    def take_marker(self, descriptor: int) -> None:
+    def keep_marker(self, descriptor: int) -> None:
         """Keep this writer's marker open as long as the folders are."""
         self.unfinished = Unfinished(descriptor)
 

@@ -193,7 +193,7 @@ class RespConnection(asyncio.BufferedProtocol):
             self._discard_bytes -= nbytes
         else:
             self._end += nbytes
-        self._take_in()
+        self._parse_all()
         self._read_on(nbytes)
 
     # --- replies ---
@@ -209,9 +209,9 @@ class RespConnection(asyncio.BufferedProtocol):
             of_block = min(read, len(block))
             self._left = block[of_block:]
             self._end += read - of_block
-            self._take_in()
+            self._parse_all()
 
-    def _take_in(self) -> None:
+    def _parse_all(self) -> None:
         """Process the bytes that were read."""
         try:
             while self._step():
@@ -225,17 +225,17 @@ class RespConnection(asyncio.BufferedProtocol):
     def _step(self) -> bool:
         """Process a part of a reply. Returns False if the rest has not arrived."""
         if self._reading is _Reading.LINE:
-            return self._take_line()
+            return self._parse_line()
         if self._reading is _Reading.PAYLOAD:
-            return self._take_payload()
+            return self._parse_payload()
         if self._reading is _Reading.TRAILER:
-            return self._take_trailer()
-        return self._take_discarded()
+            return self._parse_trailer()
+        return self._parse_discarded()
 
-    def _take_line(self) -> bool:
+    def _parse_line(self) -> bool:
         unread = bytes(self._scratch[self._start : self._end])
         if unread.startswith(_STORED):
-            self._take_stored(unread)
+            self._parse_stored(unread)
             return True
         line, found, _ = unread.partition(_LINE_END)
         if not found:
@@ -256,7 +256,7 @@ class RespConnection(asyncio.BufferedProtocol):
             raise ValueError(f"it begins with {kind!r}")
         return True
 
-    def _take_stored(self, unread: bytes) -> None:
+    def _parse_stored(self, unread: bytes) -> None:
         """Process the usual replies to stores, all that have arrived at once."""
         count = 0
         while unread.startswith(_STORED, count * len(_STORED)):
@@ -279,7 +279,7 @@ class RespConnection(asyncio.BufferedProtocol):
             self._payload_bytes = length - command.trailer_bytes
             self._left = command.into[: self._payload_bytes]
 
-    def _take_payload(self) -> bool:
+    def _parse_payload(self) -> bool:
         size = min(len(self._left), self._end - self._start)
         if size:
             self._left[:size] = self._scratch[self._start : self._start + size]
@@ -290,7 +290,7 @@ class RespConnection(asyncio.BufferedProtocol):
         self._reading = _Reading.TRAILER
         return True
 
-    def _take_trailer(self) -> bool:
+    def _parse_trailer(self) -> bool:
         end = self._start + self._waiting[0].trailer_bytes
         if self._end < end + len(_LINE_END):
             return False
@@ -301,7 +301,7 @@ class RespConnection(asyncio.BufferedProtocol):
         self._replied(Reply(ReplyKind.BLOCK, trailer=trailer, payload_bytes=self._payload_bytes))
         return True
 
-    def _take_discarded(self) -> bool:
+    def _parse_discarded(self) -> bool:
         size = min(self._discard_bytes, self._end - self._start)
         self._discard_bytes -= size
         self._start += size

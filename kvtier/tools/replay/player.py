@@ -364,7 +364,7 @@ class Player:
 
     def _observe(self) -> None:
         """Take the runtime's own observations."""
-        observed = self._facade.take_observations()
+        observed = self._facade.drain_observations()
         self.measured.lookup.seconds.extend(observed.lookup_seconds)
         for measured, tier in zip(self.measured.tiers, observed.tiers, strict=True):
             measured.probe.seconds.extend(tier.probe_seconds)

@@ -64,7 +64,7 @@ class PeerRequest(ServedRequest):
             return LookupResult.HIT
         return LookupResult.MISS if key in self._missing else LookupResult.RETRY
 
-    def take(self, keys: Collection[bytes]) -> list[_Pin]:
+    def pop(self, keys: Collection[bytes]) -> list[_Pin]:
         """Remove and return the pins of blocks, for a job. Raises ``KeyError``."""
         pins = [pin for key in keys if (pin := self._found.get(key)) is not None]
         if len(pins) < len(keys):
@@ -142,7 +142,7 @@ class Parent(ParentManager):  # type: ignore[misc]  # vllm has no stubs
     @override
     def create_store_job(self, keys: Collection[bytes], req_context: ReqContext) -> TransferJob:
         ordered = list(keys)
-        pins = self._open[req_context.req_id].take(ordered)
+        pins = self._open[req_context.req_id].pop(ordered)
         slots = [pin.slot for pin in pins]
         job, ended = self._jobs.new_job(ordered, slots, req_context, is_promotion=False)
 

@@ -455,7 +455,7 @@ def test_how_many_blocks_each_store_wants_is_observed() -> None:
     story.store(keys[:2])
     story.store(keys)
     story.store(keys)
-    assert story.facade.take_observations().allocation_sizes == [2, 1]
+    assert story.facade.drain_observations().allocation_sizes == [2, 1]
 
 
 def test_each_reset_is_told_as_one_event_and_begins_an_epoch() -> None:

@@ -82,7 +82,7 @@ class Engine:
         if grant is not None:
             facade.complete_store(grant.keys, request, success=number % 11 > 0)
         facade.take_events()
-        facade.take_observations()
+        facade.drain_observations()
         self.now += 0.001
 
     def answer(self) -> None:

@@ -67,7 +67,7 @@ class Program:
         return bytes(self.memory.view(slot)) == bytes([value]) * BLOCK
 
     def take(self) -> None:
-        for each in self.facade.take_finished():
+        for each in self.facade.drain_finished():
             assert each.job not in self.finished, "a job was finished twice"
             self.finished[each.job] = each
         self.facade.step_end()
@@ -221,7 +221,7 @@ def test_a_store_writes_the_bytes_that_there_were_when_it_was_copied(program: Pr
     """Its slots may be somebody else's while the tier still reads."""
     program.store(KEYS)
     program.facade._copier.wait_idle()
-    program.facade.take_finished()  # the copies have ended, the store has begun
+    program.facade.drain_finished()  # the copies have ended, the store has begun
     program.facade.step_end()
     for slot in range(COUNT):
         program.fill(slot, 99)

@@ -210,7 +210,7 @@ def test_how_long_a_load_took_is_observed() -> None:
     promote(story, key)
     let_pass(story, 0.5)
     story.answer_all()
-    (seen,) = story.facade.take_observations().tiers
+    (seen,) = story.facade.drain_observations().tiers
     assert seen.promotion_seconds == [(0.5, True)]
 
 

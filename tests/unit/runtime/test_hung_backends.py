@@ -202,7 +202,7 @@ def use(
             facade.has_pending_work,
             facade.statistics,
             facade.take_events,
-            facade.take_observations,
+            facade.drain_observations,
         ):
             call()
         told.append("step")

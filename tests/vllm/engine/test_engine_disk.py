@@ -349,7 +349,7 @@ def wait_for_jobs(built: Any) -> None:
 @pytest.mark.one_release
 def test_a_block_on_disk_is_a_hit_in_the_step_after_its_first_lookup(reader: Any) -> None:
     """The tier has said what it has, so no step is spent on asking. vLLM takes three at best."""
-    reader.facade.take_observations()
+    reader.facade.drain_observations()
     context = make_context("reader", KEYS)
     reader.on_new_request(context)
 
@@ -360,7 +360,7 @@ def test_a_block_on_disk_is_a_hit_in_the_step_after_its_first_lookup(reader: Any
     steps.append([reader.lookup(key, context) for key in KEYS])
 
     assert steps == [[LookupResult.HIT_PENDING] * len(KEYS), [LookupResult.HIT] * len(KEYS)]
-    (tier,) = reader.facade.take_observations().tiers
+    (tier,) = reader.facade.drain_observations().tiers
     assert tier.probe_seconds == []
     slots = reader.prepare_load(KEYS, context).chunk_ids
     for key, slot in zip(KEYS, slots, strict=True):

@@ -159,7 +159,7 @@ class Cleaner:
         """Let another one lead at once. Raises ``OSError``."""
         if self.term is not None:
             if self._is_fenced:
-                await self._take_evicted(space)
+                await self._end_eviction(space)
                 await self._save(space)
             await self._renew(self.term, released=True)
             self.step_down()
@@ -178,9 +178,9 @@ class Cleaner:
         is_expired = self._now() - self._watched_s >= self._timing.lease_s
         self._is_next = not number or is_released or is_expired
         if self._is_next:
-            await self._take(terms, number + 1)
+            await self._claim(terms, number + 1)
 
-    async def _take(self, terms: Folder, number: int) -> None:
+    async def _claim(self, terms: Folder, number: int) -> None:
         try:
             term = await terms.make_folder(term_name(number))
         except FileExistsError:
@@ -220,7 +220,7 @@ class Cleaner:
         if self._now() - self._epoch_s >= self._timing.epoch_s:
             self._epoch_s = self._now()
             account.epoch += 1
-        await self._take_evicted(space)
+        await self._end_eviction(space)
         names = await term.names()
         await self._issuer.settle(term, names)
         await self._merge_uses(term, names)
@@ -325,7 +325,7 @@ class Cleaner:
         """
         if not self._is_next:
             return  # the leader meets the same
-        await self._take_evicted(space)
+        await self._end_eviction(space)
         if self._is_fenced:
             self._scan()
         else:
@@ -365,7 +365,7 @@ class Cleaner:
             self._hands.begin_evict(victims, folders=folders)
         return self._is_evicting
 
-    async def _take_evicted(self, space: Folder | None) -> None:
+    async def _end_eviction(self, space: Folder | None) -> None:
         """Apply the result of an eviction that began in an earlier round."""
         evicted = self._hands.evicted() if self._is_evicting else None
         if evicted is None:

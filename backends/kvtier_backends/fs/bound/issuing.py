@@ -70,7 +70,7 @@ class Issuer:
         try:
             await self._settle(term, names)
         finally:
-            self._take_receipts()
+            self._settle_receipts()
 
     async def _settle(self, term: Folder, names: list[str]) -> None:
         for name in names:
@@ -78,14 +78,14 @@ class Issuer:
                 with suppress(RecordDamaged, FileNotFoundError):
                     self._hear(name, decode_untrusted(await term.read(name), Want))
         while self._doubtful:
-            await self._take_back(term, *self._doubtful[-1])
+            await self._reclaim(term, *self._doubtful[-1])
             self._doubtful.pop()
         for writer in list(self._writers.values()):
             for number in writer.want.finished:
-                await self._take_back(term, writer, number)
+                await self._reclaim(term, writer, number)
             if self._is_dead(writer):
                 for number in list(writer.grants):
-                    await self._take_back(term, writer, number)
+                    await self._reclaim(term, writer, number)
                 with suppress(FileNotFoundError):
                     await term.remove(f"{WANT}{writer.name}")
                 del self._writers[writer.name]
@@ -155,7 +155,7 @@ class Issuer:
         file_bytes = writer.want.file_bytes
         return max(file_bytes, min(2 * writer.want.wanted_bytes, most) // file_bytes * file_bytes)
 
-    async def _take_back(self, term: Folder, writer: Known, number: int) -> None:
+    async def _reclaim(self, term: Folder, writer: Known, number: int) -> None:
         """Remove a grant and take its receipt; without one, the grant's bytes count as lost."""
         grant = writer.grants.get(number)
         if grant is None:
@@ -172,7 +172,7 @@ class Issuer:
         else:
             self._receipts.append((grant.size, stored))
 
-    def _take_receipts(self) -> None:
+    def _settle_receipts(self) -> None:
         """Take all receipts of a round at once: each change copies the whole manifest.
 
         Invariant: a grant counts in full until its receipt does.
