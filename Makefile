@@ -112,7 +112,7 @@ $(NEWER)/.made: requirements/engine-cpu-0.33.txt tests/vllm/support/other_releas
 	@PIP_ARGS='$(PIP_ARGS)' $(BIN)/python tests/vllm/support/other_release.py $< $(@D)
 	touch $@
 
-# For `kvtier bench disk --beside lmcache`.
+# For `python -m stress.bench disk --beside lmcache`.
 LMCACHE := $(VENV)/lmcache
 $(LMCACHE)/.made: requirements/lmcache.txt $(VENV)/.full
 	$(PIP) --target $(@D) -r $<
@@ -296,7 +296,7 @@ bench-compression: $(REAL_KV)/packages/.made
 	for dtype in bfloat16 float16; do \
 	    PYTHONPATH=$(abspath $(REAL_KV)/packages) $(BIN)/python -m stress.real_kv \
 	        --folder $(REAL_KV) --dtype $$dtype > $(REAL_KV)/$$dtype.log 2>&1; \
-	    $(BIN)/kvtier bench compression --blocks 48 --folder $(REAL_KV)/$$dtype --json $(REAL_KV)/$$dtype.json; \
+	    $(BIN)/python -m stress.bench compression --blocks 48 --folder $(REAL_KV)/$$dtype --json $(REAL_KV)/$$dtype.json; \
 	done
 
 clean:

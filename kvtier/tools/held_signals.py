@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import TYPE_CHECKING, Any, Final, Self
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
 _HELD: Final = (signal.SIGINT, signal.SIGTERM)
@@ -55,3 +57,17 @@ class HeldSignals:
 
     def _note(self, number: int, _frame: object) -> None:
         self._came.append(number)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Make SIGTERM as orderly as Ctrl-C: nothing is left running or lying about."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,7 +1,7 @@
 """Have vLLM store keys and values of a real model in an fs tier: ``python -m stress.real_kv``.
 
 ``--folder FOLDER --dtype bfloat16`` writes them below ``FOLDER/bfloat16``, where
-``kvtier bench compression --folder`` finds them. The texts are this repository's docs and sources.
+``stress.bench compression --folder`` finds them. The texts are this repository's docs and sources.
 Needs vLLM, and the packages of requirements/real-kv.txt: ``make bench-compression`` has both.
 """
 

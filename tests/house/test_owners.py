@@ -46,7 +46,6 @@ def test_nobody_assigns_what_another_object_owns() -> None:
 
 GIVEN = {
     "kvtier.plugin_api.threads: _write_with_gil.argtypes": "ctypes",
-    "kvtier.tools.bench.disk_page_cache: _libc.mincore.argtypes": "ctypes",
     "kvtier_backends.disk.fallocate: _fallocate.argtypes": "ctypes",
     "kvtier_backends.fs.access_times: _futimens.argtypes": "ctypes",
     "kvtier.tools.answering: process.returncode": "subprocess: nobody waits for the process",
@@ -63,13 +62,11 @@ GIVEN = {
     "kvtier.vllm.hosted.connections: connection.close": "vLLM's tier has no other place for it",
     "kvtier.vllm.hosted.connections: control._open_connection": "as above",
     "kvtier.vllm.hosted.connections: tier._get_hash_seed": "as above",
-    "kvtier.tools.bench.decide_engine: self._core.step_fn": "vLLM tells only its own loop",
     "kvtier.tools.bench.plain_mooncake: self._placement.replica_num": "Mooncake's own settings",
     "kvtier_backends.mooncake.client: self._pinned.with_hard_pin": "Mooncake's own settings",
     "kvtier_backends.mooncake.client: self._placement.replica_num": "as above",
     "kvtier_backends.mooncake.client: self._placement.soft_pin_action": "as above",
     "kvtier_backends.memory: block.buffer": "the backend's protocol: bytes to be filled",
-    "kvtier.tools.bench.sides: self.memory.buffer": "bytes to be filled",
     "kvtier.plugin_api.slot_memory: finalizer.atexit": "weakref: not at the process's exit",
     "kvtier.plugin_api.threads: finalizer.atexit": "as above",
     "kvtier.vllm.adapters: request.kvtier_adapter": "vLLM's request carries what it is hashed by",

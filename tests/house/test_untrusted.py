@@ -18,12 +18,6 @@ OWN_BYTES = {
     ("kvtier_backends.shared.namespaces", "as_json"): "decodes what it has just encoded",
     ("kvtier.vllm.namespace", "build_namespace"): "as above",
     ("kvtier.vllm.region_header", "read"): "has compared the checksum of what this engine wrote",
-    ("kvtier.tools.bench.children", "run_child"): "a child of the command's own",
-    ("kvtier.tools.bench.decide_engine", "main"): "its parent's",
-    ("kvtier.tools.bench.decide_engines", "_answer"): "a child of the command's own",
-    ("kvtier.tools.bench.rated_tier", "read"): "what the benchmark itself has written",
-    ("kvtier.tools.bench.engine_run", "main"): "its parent's",
-    ("kvtier.tools.bench.resident", "main"): "its parent's",
     ("kvtier.tools.demo", "run_engine"): "a child of the command's own",
     ("kvtier.tools.demo_engine", "main"): "its parent's",
 }

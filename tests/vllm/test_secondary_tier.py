@@ -15,10 +15,10 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from kvtier.errors import ConfigError
-from kvtier.tools.bench.sides import make_keys
 from kvtier.tools.cli.main import main
 from kvtier.vllm import KVTierSecondaryTier
 from kvtier_backends.memory import MemoryBackend
+from stress.bench.sides import make_keys
 from tests.support.patience import PATIENCE_S, until
 from tests.support.redis_servers import running as running_server
 from tests.unit.backends.disk._disk import folder_bytes

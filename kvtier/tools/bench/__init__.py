@@ -1,1 +1,1 @@
-"""Benchmarks of kvtier beside vLLM's own tiering. They need vLLM; ``kvtier bench`` runs them."""
+"""The benchmark of tiers that users run: ``kvtier bench``."""

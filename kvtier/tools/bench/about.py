@@ -7,15 +7,8 @@ import platform
 from importlib.metadata import version
 
 
-def about() -> dict[str, str | int]:
-    """Return versions, vLLM's too, and the machine's kind."""
-    import vllm  # noqa: PLC0415 - not every benchmark has it
-
-    return {**about_machine(), "vllm_version": str(vllm.__version__)}
-
-
 def about_machine() -> dict[str, str | int]:
-    """Return what a benchmark without vLLM runs on."""
+    """Return versions, and the kind of machine."""
     return {
         "kvtier_version": version("kvtier"),
         "python": platform.python_version(),

@@ -24,7 +24,7 @@ PLAIN_CLIENTS: Final[dict[str, type[PlainClient]]] = {
 def plain_client_class(kind: str) -> type[PlainClient]:
     """Return the class for a type of tier. Raises ``Misuse`` if it can't be measured."""
     if kind not in PLAIN_CLIENTS:
-        also = " The disk tier has kvtier bench disk." if kind == "disk" else ""
+        also = " In kvtier's clone: python -m stress.bench disk." if kind == "disk" else ""
         raise Misuse(
             f"--tier: type {kind!r} has no client library to be measured beside. Choose one of "
             f"{', '.join(PLAIN_CLIENTS)}.{also}"

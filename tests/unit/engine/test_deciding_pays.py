@@ -1,7 +1,7 @@
 """Deciding between loading and computing is never much worse than the better of the two.
 
 An engine and a tier are simulated: see ``tests/unit/engine/_simulated_engine.py``.
-``kvtier bench decide`` asks the same of real engines.
+``stress.bench decide`` asks the same of real engines.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def test_it_needs_neither_vllm_nor_a_library_that_is_not_measured() -> None:
     [
         ("redis://user:secret@host", [], "--tier number 1 is no JSON"),
         ("[]", [], "--tier number 1 is no mapping"),
-        ('{"type": "disk", "path": "x"}', [], "kvtier bench disk"),
+        ('{"type": "disk", "path": "x"}', [], "stress.bench disk"),
         ('{"type": "memory"}', [], "'memory'"),
         ('{"type": "redis", "url": "redis://h:1", "auth_key_env": "K"}', [], "auth_key_env"),
         ('{"type": "redis", "url": "r", "compression": "bitplane-zstd"}', [], "--compression"),

@@ -1,4 +1,4 @@
-"""``kvtier bench`` in a process of its own, and what a test asks of what it leaves behind."""
+"""A benchmark in a process of its own, and what a test asks of what it leaves behind."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ class Bench:
 
 @contextmanager
 def start_bench(tmp_path: Path, *options: str) -> Iterator[Bench]:
-    """Start ``kvtier bench`` with these options; it is killed at the end in any case."""
+    """Start a benchmark with these options; it is killed at the end in any case."""
     folder, log_path, mark = tmp_path / "temporary", tmp_path / "log", str(uuid.uuid4())
     folder.mkdir()
-    command = [sys.executable, "-W", "ignore", "-m", "kvtier.tools.cli.main", "bench", *options]
+    command = [sys.executable, "-W", "ignore", "-m", "stress.bench", *options]
     environment = child_environment({"TMPDIR": str(folder), "PYTHONFAULTHANDLER": "1", MARK: mark})
     with (
         log_path.open("wb") as log,

@@ -1,4 +1,4 @@
-"""``kvtier bench disk``: what it compares and how it reports. Never how fast anything is."""
+"""``stress.bench disk``: what it compares and how it reports. Never how fast anything is."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import pytest
 
 from kvtier.errors import StoreFault
 from kvtier.plugin_api.slot_memory import SlotMemory
-from kvtier.tools.cli.main import main
+from stress.bench.__main__ import main
 from tests.support.threads_left import ending_threads
 from tests.vllm.bench.bench_process import Bench, start_bench
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
-    from kvtier.tools.bench import disk_page_cache, disk_raw
-    from kvtier.tools.bench.disk import (
+    from stress.bench import disk_page_cache, disk_raw
+    from stress.bench.disk import (
         KINDS,
         LOAD,
         STORE,
@@ -32,12 +32,12 @@ with warnings.catch_warnings():
         Round,
         measure,
     )
-    from kvtier.tools.bench.disk_figures import gb_per_s, job_ms, ratios
-    from kvtier.tools.bench.disk_fio import FIO, Fio, FioFailed
-    from kvtier.tools.bench.disk_legs import DiskLeg, play
-    from kvtier.tools.bench.disk_lmcache import LMCACHE, LMCacheSide
-    from kvtier.tools.bench.disk_raw import RAW, RawSide
-    from kvtier.tools.bench.disk_sides import (
+    from stress.bench.disk_figures import gb_per_s, job_ms, ratios
+    from stress.bench.disk_fio import FIO, Fio, FioFailed
+    from stress.bench.disk_legs import DiskLeg, play
+    from stress.bench.disk_lmcache import LMCACHE, LMCacheSide
+    from stress.bench.disk_raw import RAW, RawSide
+    from stress.bench.disk_sides import (
         ENCRYPTED,
         KVTIER_FS,
         DiskSetup,
@@ -47,7 +47,7 @@ with warnings.catch_warnings():
         KVTierSide,
         VLLMSide,
     )
-    from kvtier.tools.bench.sides import KVTIER, VLLM, make_keys
+    from stress.bench.sides import KVTIER, VLLM, make_keys
 from tests.support.patience import until
 
 if TYPE_CHECKING:
@@ -321,7 +321,7 @@ def test_lmcache_that_is_not_there_is_said_at_the_door(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "lmcache_rust_raw_block_io", None)
-    assert main(["bench", "disk", "--beside", "lmcache"]) == 2
+    assert main(["disk", "--beside", "lmcache"]) == 2
     assert "pip install lmcache lmcache-rust-raw-block-io" in capsys.readouterr().err
 
 
@@ -477,6 +477,6 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(
     options: list[str], word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = [] if "--path" in options else ["--path", str(tmp_path)]
-    assert main(["bench", "disk", *folder, *options]) == 2
+    assert main(["disk", *folder, *options]) == 2
     assert word in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""``kvtier bench engine``: what it compares and how it reports. Never how fast anything is."""
+"""``stress.bench engine``: what it compares and how it reports. Never how fast anything is."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier.errors import InternalError
-from kvtier.tools.cli.main import main
+from stress.bench.__main__ import main
 from tests.vllm.bench.bench_process import assert_ctrl_c_leaves_nothing, regions
 from tests.vllm.support.children import run_scenario
 from tests.vllm.support.forked_parts import run_forked
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
-    from kvtier.tools.bench import engine_command
-    from kvtier.tools.bench.engine_run import COLD, DISK, DRAM, LOAD, RESTARTED, CallTimer
-    from kvtier.tools.bench.sides import KVTIER, SIDES, VLLM
-    from kvtier.tools.bench.steps import measure_steps
+    from stress.bench import engine_command
+    from stress.bench.engine_run import COLD, DISK, DRAM, LOAD, RESTARTED, CallTimer
+    from stress.bench.sides import KVTIER, SIDES, VLLM
+    from stress.bench.steps import measure_steps
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -97,7 +97,7 @@ def compare(report: str) -> None:
     """A scenario: the command, with each engine in a process of its own."""
     engine_command.run_child = run_forked
     options = ["--runs", "1", "--prompts", "2", "--prompt-tokens", "200"]
-    assert main(["bench", "engine", *options, "--json", report]) == 0
+    assert main(["engine", *options, "--json", report]) == 0
 
 
 @pytest.mark.one_release
@@ -131,12 +131,12 @@ def test_the_command_compares_real_engines_and_leaves_nothing(
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     """The engine's process is in a session of its own and would not hear the terminal's."""
     options = ["engine", "--runs", "1", "--prompts", "2"]
-    assert_ctrl_c_leaves_nothing(tmp_path, *options, child="kvtier.tools.bench.engine_run")
+    assert_ctrl_c_leaves_nothing(tmp_path, *options, child="stress.bench.engine_run")
 
 
 @pytest.mark.one_release
 def test_prompts_that_the_model_cannot_take_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["bench", "engine", "--prompt-tokens", "5000"]) == 2
+    assert main(["engine", "--prompt-tokens", "5000"]) == 2
     assert "--prompt-tokens 5000 must be between 64" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``kvtier bench ops``: what it compares and how it reports. Never how fast anything is."""
+"""``stress.bench ops``: what it compares and how it reports. Never how fast anything is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier.errors import InternalError
-from kvtier.tools.cli.main import main
+from stress.bench.__main__ import main
 from tests.support.threads_left import ending_threads
 from tests.vllm.bench.bench_process import assert_ctrl_c_leaves_nothing, start_bench
 
@@ -19,10 +19,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
     from vllm.v1.kv_offload.base import LookupResult
 
-    from kvtier.tools.bench.ops import BLOCK_BYTES, OpsOptions, figures, measure
     from kvtier.tools.bench.percentile import percentile
-    from kvtier.tools.bench.sides import KVTIER, SIDES, VLLM, ManagerSide, Setup, make_keys
-    from kvtier.tools.bench.turns import (
+    from stress.bench.ops import BLOCK_BYTES, OpsOptions, figures, measure
+    from stress.bench.sides import KVTIER, SIDES, VLLM, ManagerSide, Setup, make_keys
+    from stress.bench.turns import (
         BOUND_OF,
         COMPLETE_STORE,
         GET_STATS,
@@ -238,12 +238,12 @@ def test_the_command_reports_calls_scale_and_memory(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     options = ["ops", "--blocks", "64", "--runs", "1"]
-    assert_ctrl_c_leaves_nothing(tmp_path, *options, child="kvtier.tools.bench.resident")
+    assert_ctrl_c_leaves_nothing(tmp_path, *options, child="stress.bench.resident")
 
 
 @pytest.mark.one_release
 def test_an_unknown_policy_is_refused_before_the_first_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["bench", "ops", "--policies", "lru,nosuch"]) == 2
+    assert main(["ops", "--policies", "lru,nosuch"]) == 2
     assert "nosuch" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
-from kvtier.tools.bench.sides import NOTHING_NEW, make_context, make_keys
+from stress.bench.sides import NOTHING_NEW, make_context, make_keys
 from tests.support.patience import until
 from tests.unit.backends.disk._disk import folder_bytes
 from tests.vllm.support.children import start_scenario

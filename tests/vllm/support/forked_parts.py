@@ -1,6 +1,6 @@
 """The parts of a benchmark, as forks of a process that has imported vLLM.
 
-``kvtier bench`` runs each engine in a new process, which imports vLLM for twelve seconds. In
+``stress.bench`` runs each engine in a new process, which imports vLLM for twelve seconds. In
 a scenario that ``spawns`` (``tests/vllm/support/spawning.py``) a part is a new process too,
 with all of it imported. How a part is started otherwise, and that none outlives the
 benchmark, is what other tests look at.
@@ -17,14 +17,14 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.tools.bench.children import QUIET_ENVIRONMENT
+from stress.bench.children import QUIET_ENVIRONMENT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
 def run_forked(module: str, job: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
-    """Do what ``kvtier.tools.bench.children.run_child`` does."""
+    """Do what ``stress.bench.children.run_child`` does."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
         part = multiprocessing.get_context("spawn").Process(

@@ -1,0 +1,1 @@
+"""Benchmarks of kvtier by itself and beside vLLM's own tiering: ``stress.bench``."""

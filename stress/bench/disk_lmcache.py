@@ -1,0 +1,148 @@
+"""LMCache's ``raw_block`` adapter, where LMCache is installed.
+
+One preallocated file with a slot for each block, O_DIRECT, plain system calls; a job is
+one task of its pools, which have as many threads as the other sides. It compares no
+digests. What it holds is deleted after each round, while no clock runs: LMCache
+leaves that to a controller.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from typing_extensions import override
+
+from kvtier.errors import Misuse, StoreFault
+from stress.bench.disk_sides import DiskSetup, DiskSide, Job, fs_takes_direct
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+LMCACHE: Final = "lmcache"
+_HEADER_BYTES: Final = 4096  #: its default, before each block
+_INDEX_BYTES: Final = 64 << 20  #: for its checkpoints; by default 256 MiB
+
+
+def lmcache_version() -> str:
+    """Return what is installed. Raises ``Misuse`` if it isn't, or can't be imported."""
+    try:
+        found = version("lmcache")
+        import_module("lmcache_rust_raw_block_io")  # what does its I/O, a package of its own
+        _import_adapter()
+    except (PackageNotFoundError, ImportError) as missing:
+        raise Misuse(
+            f"--beside {LMCACHE}: {sys.executable} can't import it ({missing}). Run "
+            "pip install lmcache lmcache-rust-raw-block-io, or leave out --beside."
+        ) from None
+    return f"LMCache {found}"
+
+
+class LMCacheSide(DiskSide):
+    """A file that has room for one leg."""
+
+    def __init__(self, setup: DiskSetup) -> None:
+        super().__init__(LMCACHE, setup)
+        lmcache = _import_adapter()
+        slot_bytes = setup.memory.block_bytes + _HEADER_BYTES
+        self.folder.mkdir()
+        path = self.folder / "raw_block"
+        size = _INDEX_BYTES + setup.memory.slot_count * slot_bytes
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+        self._takes_direct = fs_takes_direct(self.folder)
+        self._keys: list[Any] = []  # of all that it holds
+        self._stores: dict[int, Job] = {}  # by LMCache's number of the task
+        self._loads: dict[int, Job] = {}
+        self._objects = [_memory_object(setup, slot) for slot in range(setup.memory.slot_count)]
+        self._make_key: Callable[..., Any] = lmcache.ObjectKey
+        self._adapter = lmcache.RawBlockL2Adapter(
+            lmcache.RawBlockL2AdapterConfig(
+                device_path=str(path),
+                slot_bytes=slot_bytes,
+                header_bytes=_HEADER_BYTES,
+                meta_total_bytes=_INDEX_BYTES,
+                use_odirect=self._takes_direct,
+                load_checkpoint_on_init=False,
+                num_store_workers=setup.threads,
+                num_load_workers=setup.threads,
+            )
+        )
+
+    @override
+    def store(self, job: Job) -> None:
+        keys, objects = self._arguments(job)
+        self._keys += keys
+        self._stores[self._adapter.submit_store_task(keys, objects)] = job
+
+    @override
+    def load(self, job: Job) -> None:
+        self._loads[self._adapter.submit_load_task(*self._arguments(job))] = job
+
+    def _arguments(self, job: Job) -> tuple[list[Any], list[Any]]:
+        keys = [self._make_key(chunk_hash=key, model_name="bench", kv_rank=0) for key in job.keys]
+        return keys, [self._objects[slot] for slot in job.slots]
+
+    @override
+    def ended(self) -> Sequence[int]:
+        ended = []
+        for task, stored in self._adapter.pop_completed_store_tasks().items():
+            ended.append(self._stores.pop(task))
+            _check(stored.is_successful(), ended[-1])
+        for task in list(self._loads):
+            loaded = self._adapter.query_load_result(task)
+            if loaded is not None:
+                ended.append(self._loads.pop(task))
+                _check(loaded.popcount() == len(ended[-1].keys), ended[-1])
+        return [job.number for job in ended]
+
+    @override
+    def forget(self) -> None:
+        self._adapter.delete(self._keys)
+        self._keys = []
+
+    @property
+    @override
+    def is_direct(self) -> bool:
+        return self._takes_direct
+
+    @override
+    def close(self) -> None:
+        self._adapter.close()
+
+
+def _check(done: object, job: Job) -> None:
+    if not done:
+        raise StoreFault(f"LMCache failed job {job.number}; its log says why")
+
+
+def _import_adapter() -> Any:  # noqa: ANN401 - LMCache has no stubs
+    """Import the adapter's module: quietly, and without telling anyone of its use."""
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it imports
+        from lmcache.v1.distributed.l2_adapters import (  # noqa: PLC0415 - optional
+            raw_block_l2_adapter,
+        )
+
+    return raw_block_l2_adapter
+
+
+def _memory_object(setup: DiskSetup, slot: int) -> Any:  # noqa: ANN401 - LMCache has no stubs
+    """Return LMCache's view of a slot."""
+    from lmcache.v1.memory_management import (  # noqa: PLC0415 - optional
+        MemoryObjMetadata,
+        TensorMemoryObj,
+    )
+
+    block = torch.frombuffer(setup.memory.view(slot), dtype=torch.uint8)
+    told = MemoryObjMetadata(
+        shape=block.shape, dtype=block.dtype, address=slot, phy_size=block.nbytes, ref_count=1
+    )
+    return TensorMemoryObj(block, told, None)

@@ -1,0 +1,84 @@
+"""``stress.bench compression``: what it compares, refuses and reads. Never how fast anything is."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtier.plugin_api.backend import Outcome
+from kvtier.tools.cli.exit_status import BAD_INPUT
+from stress.bench.__main__ import main
+from stress.bench.compression import CompressionFigures
+from tests.unit.backends.fs._fs import BLOCK_BYTES, open_fs
+from tests.unit.backends.shared._keys import OLD, key_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def report(path: Path, *more: str) -> dict[str, Any]:
+    few = ("--rounds", "1", "--blocks", "2")
+    assert main(["compression", "--json", str(path), *few, *more]) == 0
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_every_way_is_measured_on_made_up_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = report(tmp_path / "report.json", "--block-bytes", "256KiB")
+    assert found["bytes"] == 2 * 256 << 10
+    ratios = {each["way"]: each["ratio"] for each in found["figures"]}
+    assert max(ratios, key=lambda way: ratios[way]) == "bitplane-zstd"
+    assert 1.4 < ratios["bitplane-zstd"] < 1.5
+    assert "store, 100 MB/s" in capsys.readouterr().out
+
+
+@pytest.mark.anyio
+async def test_the_blocks_of_a_folder_are_measured(tmp_path: Path) -> None:
+    async with open_fs(tmp_path / "kv") as fs:
+        for number in range(3):
+            assert await fs.store(number) is Outcome.DONE
+    found = report(tmp_path / "report.json", "--folder", str(tmp_path / "kv"))
+    assert (found["blocks"], found["bytes"]) == (2, 2 * BLOCK_BYTES)
+    assert found["origin"] == str(tmp_path / "kv")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", ["compression", "encryption_key_file"])
+async def test_blocks_that_are_not_as_they_were_are_left_out(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = key_file(tmp_path / "keys", OLD)
+    options = {how: "bitplane-zstd" if how == "compression" else keys}
+    async with open_fs(tmp_path / "kv", **options) as fs:
+        await fs.store(1)
+    assert main(["compression", "--folder", str(tmp_path / "kv")]) == BAD_INPUT
+    assert "neither compressed nor encrypted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--block-bytes", "1001"], "--block-bytes 1001"),
+        (["--block-bytes", "0"], "--block-bytes 0"),
+        (["--rounds", "0"], "--rounds 0"),
+        (["--blocks", "0"], "--blocks 0"),
+        (["--folder", "no/such/folder"], "no/such/folder"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_name(
+    more: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compression", *more]) == BAD_INPUT
+    assert named in capsys.readouterr().err
+
+
+def test_a_link_gains_what_is_slower_of_its_bytes_and_the_threads() -> None:
+    found = CompressionFigures("any", 1.5, [800.0], [2000.0])
+    assert found.gain(found.store_mb_per_s, 100, 1) == 1.5
+    assert found.gain(found.store_mb_per_s, 1000, 1) == 0.8
+    assert found.gain(found.store_mb_per_s, 1000, 4) == 1.5
+    assert found.gain(found.load_mb_per_s, 1000, 1) == 1.5
