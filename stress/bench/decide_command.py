@@ -95,7 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests before and after the tier steps from the fastest rate to the slowest, and "
         "back; 0 leaves that out (default: %(default)s)",
     )
-    parser.add_argument("--picture", metavar="FILE.png", help="plot the ratios, and the steps")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -138,10 +137,6 @@ def _report(arguments: argparse.Namespace, plan: Plan, found: dict[str, Any]) ->
         names = ("rates", "lengths", "clients", "repeats", "step_requests")
         options = {name: getattr(arguments, name) for name in names}
         write_json(arguments.json, {**about(), "options": options, **found})
-    if arguments.picture:
-        from stress.bench.decide_picture import draw  # noqa: PLC0415 - needs matplotlib
-
-        draw(found, arguments.picture)
 
 
 def _store(engines: Engines, plan: Plan, computed: dict[str, float]) -> None:

@@ -64,7 +64,7 @@ def _add_folder(parser: argparse.ArgumentParser, about: str) -> None:
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     """Add where to write what was found."""
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE, as JSON")
-    parser.add_argument("--pictures", metavar="DIR", help="write plots into the folder DIR")
+    parser.add_argument("--pictures", metavar="DIR", help="write a plot into the folder DIR")
 
 
 def add_curve_options(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError
@@ -131,6 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
         from kvtier.tools.cli.curves import run_curves  # noqa: PLC0415 - only what was asked for
 
         return run_curves(arguments)
+    if arguments.pictures:
+        raise ConfigError("--pictures needs --policies. What a replay measures is in --json.")
     from kvtier.tools.cli.terminal import progress  # noqa: PLC0415 - heavy imports stay out of other runs
     from kvtier.tools.cli.trace_input import (  # noqa: PLC0415 - as above
         check_report_options,
@@ -222,11 +223,6 @@ def _report(arguments: argparse.Namespace, trace: Trace, replayed: Replayed) -> 
     if arguments.json:
         write_json(arguments.json, report)
         print(f"Figures: {arguments.json}")
-    if arguments.pictures:
-        from kvtier.tools.replay.report_pictures import draw_replay  # noqa: PLC0415 - as in run
-
-        for picture in draw_replay(report, replayed, Path(arguments.pictures)):
-            print(f"Picture: {picture}")
     for folder in replayed.leftovers:
         print(f"Left behind, because it could not be removed: {folder}", file=sys.stderr)
     return problems_in(report)

@@ -1,15 +1,14 @@
 """Draws what replays measured, as PNG files.
 
 Each function makes one picture and writes it whole, or not at all. Lines are
-labelled where they are, not in a box beside; tiers given in the same order have
-the same colours in all pictures. matplotlib is imported when the first picture is drawn.
+labelled where they are, not in a box beside. matplotlib is imported when the first one is drawn.
 """
 
 from __future__ import annotations
 
 import io
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import Misuse
 from kvtier.plugin_api.atomic_file import write_named
@@ -32,18 +31,6 @@ SIZE_INCHES: Final = (9.0, 5.4)
 DOTS_PER_INCH: Final = 130
 LABEL_GAP: Final = 0.047  #: between two labels of lines, as a share of the axis
 TICK_GAP: Final = 0.085  #: between two labels under the axis, as a share of the axis
-CDF_POINTS_MAX: Final = 2000
-TIME_STEPS_S: Final = tuple(
-    count * unit
-    for unit, counts in (
-        (1, (1, 2, 5, 10, 15, 30)),
-        (60, (1, 2, 5, 10, 15, 30)),
-        (3600, (1, 2, 6, 12)),
-        (86400, (1, 2, 7, 30, 60)),
-    )
-    for count in counts
-)
-TIME_UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
 class PicturesMissing(Misuse):
@@ -94,107 +81,6 @@ def draw_curves(
     _save(figure, path)
 
 
-def draw_hit_ratio_over_time(
-    path: str | Path, title: str, times_s: Sequence[float], by_tier: Mapping[str, Sequence[float]]
-) -> None:
-    """Draw the share of blocks hit in each tier over time, one upon the other.
-
-    If nothing was recorded, the picture is empty. So it is with the others below.
-    """
-    if not times_s:
-        times_s, by_tier = [0.0], dict.fromkeys(by_tier, (0.0,))
-    figure = _figure()
-    axes = figure.subplots()
-    colours = _colours(by_tier)
-    axes.stackplot(times_s, *by_tier.values(), colors=colours, alpha=0.85, linewidth=0)
-    axes.set_ylim(0, 1)
-    below = 0.0
-    ends = []
-    for colour, (name, ratios) in zip(colours, by_tier.items(), strict=True):
-        mean = sum(ratios) / len(ratios)
-        ends.append((times_s[-1], below + ratios[-1] / 2, f"{name} ({mean:.1%})", colour))
-        below += ratios[-1]
-    _label_right(axes, ends)
-    _time_axis(axes, times_s)
-    _finish(axes, title, "trace time", "blocks hit / blocks asked for (mean in brackets)")
-    _save(figure, path)
-
-
-def draw_occupancy(
-    path: str | Path,
-    title: str,
-    times_s: Sequence[float],
-    used_bytes: Mapping[str, Sequence[float]],
-    capacity_bytes: Mapping[str, float],
-) -> None:
-    """Draw how full each tier is over time. A tier without a capacity has no upper line."""
-    if not times_s:
-        times_s, used_bytes = [0.0], dict.fromkeys(used_bytes, (0.0,))
-    figure = _figure()
-    panels = figure.subplots(len(used_bytes), 1, sharex=True, squeeze=False)
-    for axes, colour, (name, used) in zip(
-        panels[:, 0], _colours(used_bytes), used_bytes.items(), strict=True
-    ):
-        scale, unit = _byte_unit(max(*used, capacity_bytes.get(name, 0), 1))
-        axes.fill_between(times_s, [each / scale for each in used], color=colour, alpha=0.85)
-        top = max(used)
-        limit = capacity_bytes.get(name)
-        if limit:
-            axes.axhline(limit / scale, color=INK, linewidth=1, linestyle="--")
-            top = max(top, limit)
-        axes.set_ylim(0, max(top, 1) / scale * 1.18)
-        label = f"capacity {limit / scale:.4g} {unit}" if limit else "no capacity set"
-        axes.text(
-            0.995,
-            0.97,
-            label,
-            transform=axes.transAxes,
-            ha="right",
-            va="top",
-            fontsize=9,
-            color=INK,
-        )
-        _finish(axes, "", "", f"{name}, {unit}")
-    _time_axis(panels[-1, 0], times_s)
-    panels[-1, 0].set_xlabel("trace time", color=INK)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
-    _save(figure, path)
-
-
-def draw_latency(
-    path: str | Path, title: str, seconds: Mapping[str, Sequence[float]], *, what: str = "latency"
-) -> None:
-    """Draw the share of operations that took at most so long, a line for each kind."""
-    figure = _figure()
-    axes = figure.subplots()
-    ends = []
-    kinds = {name: sorted(values) for name, values in seconds.items() if len(values)}
-    for colour, (name, values) in zip(_colours(kinds), kinds.items(), strict=True):
-        shares, points = _cdf(values)
-        axes.plot(points, shares, color=colour, linewidth=1.6)
-        middle, late = (values[int(q * (len(values) - 1))] for q in (0.5, 0.99))
-        axes.plot([middle, late], [0.5, 0.99], "o", color=colour, markersize=4)
-        note = f"{name}: p50 {format_seconds(middle)}, p99 {format_seconds(late)}"
-        ends.append((note, colour))
-    if any(value > 0 for values in kinds.values() for value in values):
-        axes.set_xscale("log", nonpositive="clip")
-    for row, (note, colour) in enumerate(reversed(ends)):
-        axes.text(
-            0.985,
-            0.03 + row * 0.055,
-            note,
-            transform=axes.transAxes,
-            ha="right",
-            fontsize=9,
-            color=colour,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8},
-        )
-    axes.set_ylim(0, 1.01)
-    axes.xaxis.set_major_formatter(lambda value, _: format_seconds(value))
-    _finish(axes, title, what, "share of operations at most so long")
-    _save(figure, path)
-
-
 def draw_sizes(
     path: str | Path,
     title: str,
@@ -231,14 +117,6 @@ def draw_sizes(
         )
     _finish(axes, title, "capacity, GiB", "hit blocks / referenced blocks")
     _save(figure, path)
-
-
-def format_seconds(value: float) -> str:
-    """Return a time in the unit that suits it."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value / 1e-9:.3g} ns"
 
 
 def _figure() -> Figure:
@@ -335,33 +213,6 @@ def _label_left(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> No
         )
 
 
-def _label_right(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write each band's name to the right of the picture, at its height there."""
-    heights = _spread([end[1] for end in ends], LABEL_GAP)
-    lift = max(0.0, LABEL_GAP / 2 - min(heights))
-    for (x, _, label, colour), height in zip(ends, heights, strict=True):
-        axes.annotate(
-            label,
-            (x, height + lift),
-            xytext=(6, 0),
-            textcoords="offset points",
-            fontsize=9,
-            color=colour,
-            va="center",
-            annotation_clip=False,
-        )
-
-
-def _time_axis(axes: Axes, times_s: Sequence[float]) -> None:
-    """Label the time axis at whole seconds or minutes."""
-    span_s = times_s[-1] - times_s[0] or 1
-    axes.set_xlim(times_s[0], times_s[0] + span_s)
-    step_s = next((step for step in TIME_STEPS_S if span_s / step <= 8), span_s / 4)
-    ticks = [times_s[0] + step_s * count for count in range(int(span_s / step_s) + 1)]
-    scale, unit = next((row for row in TIME_UNITS if step_s >= row[0]), (1, "s"))
-    axes.set_xticks(ticks, [f"{tick / scale:.4g} {unit}" for tick in ticks])
-
-
 def _byte_unit(largest: float) -> tuple[int, str]:
     for bits, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if largest >= 2**bits:
@@ -369,15 +220,7 @@ def _byte_unit(largest: float) -> tuple[int, str]:
     return 1, "bytes"
 
 
-def _cdf(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return shares and values of a sorted list, at most so many that a picture can show."""
-    count = len(values)
-    steps = min(count, CDF_POINTS_MAX)
-    indices = [round(step * (count - 1) / max(steps - 1, 1)) for step in range(steps)]
-    return [(index + 1) / count for index in indices], [values[index] for index in indices]
-
-
-def _finish(axes: Any, title: str, x: str, y: str) -> None:  # noqa: ANN401 - of a panel or alone
+def _finish(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_title(title, loc="left", fontsize=12, color=INK)
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)

@@ -18,11 +18,7 @@ from kvtier.tools.replay.pictures import (
     PicturesMissing,
     check_can_draw,
     draw_curves,
-    draw_hit_ratio_over_time,
-    draw_latency,
-    draw_occupancy,
     draw_sizes,
-    format_seconds,
 )
 
 if TYPE_CHECKING:
@@ -47,18 +43,6 @@ DRAWN: dict[str, Callable[[Any], None]] = {
     "curves without hits": lambda path: draw_curves(
         path, "title", {"lru": line("lru", 0)}, distinct_blocks=64
     ),
-    "hits over time": lambda path: draw_hit_ratio_over_time(
-        path, "title", [0, 60, 5000], {"dram": [0, 0.2, 0.1], "disk": [0, 0.1, 0.3]}
-    ),
-    "no hits over time": lambda path: draw_hit_ratio_over_time(path, "title", [], {"dram": []}),
-    "occupancy": lambda path: draw_occupancy(
-        path, "title", [0, 1], {"dram": [0, 2**30], "disk": [0, 2**35]}, {"dram": 2**30}
-    ),
-    "no occupancy": lambda path: draw_occupancy(path, "title", [], {"dram": [], "disk": []}, {}),
-    "latency": lambda path: draw_latency(
-        path, "title", {"load": [1e-3, 2e-3, 5e-1], "store": [0.0, 1e-6], "probe": []}
-    ),
-    "latencies of zero": lambda path: draw_latency(path, "title", {"load": [0.0]}),
     "sizes": lambda path: draw_sizes(
         path, "title", [(1, 0.1), (10, 0.3)], (1, 0.1), policy="lru", endless=0.3
     ),
@@ -123,13 +107,3 @@ def test_labels_keep_their_order_and_their_distance(heights: list[float]) -> Non
     assert all(b - a >= 0.1 - 1e-9 for a, b in pairwise(in_order))
     if all(b - a >= 0.1 for a, b in pairwise(sorted(heights))):
         assert placed == pytest.approx(heights)
-
-
-def test_times_are_written_in_the_unit_that_suits_them() -> None:
-    assert [format_seconds(each) for each in (2.5, 0.0125, 3e-6, 40e-9, 0)] == [
-        "2.5 s",
-        "12.5 ms",
-        "3 µs",
-        "40 ns",
-        "0 ns",
-    ]

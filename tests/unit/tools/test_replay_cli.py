@@ -47,11 +47,11 @@ def replay(trace: Path, *options: object) -> int:
     return main(["replay", str(trace), "--block-bytes", "4KiB", *map(str, options)])
 
 
-def test_a_replay_prints_tables_and_writes_report_and_pictures(trace, tmp_path, capsys) -> None:
+def test_a_replay_prints_tables_and_writes_a_report(trace, tmp_path, capsys) -> None:
     status = replay(
         trace,
         *("--dram", "50%", "--tier", f"fs:{tmp_path / 'tier'}"),
-        *("--json", tmp_path / "report.json", "--pictures", tmp_path / "pictures"),
+        *("--json", tmp_path / "report.json"),
     )
     printed = capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
@@ -62,11 +62,6 @@ def test_a_replay_prints_tables_and_writes_report_and_pictures(trace, tmp_path, 
     assert report["gpu"]["checked_blocks"] == 30
     for text in ("0:primary", "1:fs", "Time to first token", "wrong blocks", "prepare_store"):
         assert text in printed
-    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [
-        "hit-ratio.png",
-        "latency.png",
-        "occupancy.png",
-    ]
     assert not (tmp_path / "tier").exists()
 
 
@@ -127,6 +122,7 @@ def test_two_tiers_may_come_from_a_configuration_of_vllms(trace, tmp_path, capsy
         (["--dram", "50%", "--policy", "none"], "eviction_policy='none'"),
         (["--dram", "50%", "--json", "no/such/folder"], "no folder"),
         (["--dram", "50%", "--tier", "tape:x"], "--tier 'tape:x'"),
+        (["--dram", "50%", "--pictures", "x"], "--pictures needs --policies"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_made(
