@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import Misuse
 from kvtier.plugin_api.sizes import read_bytes
-from kvtier.tools.bench.asked import asked_folder, check_pages
+from kvtier.tools.bench.tier_command import check_pages
 from kvtier.tools.cli.terminal import progress, table, write_json
 from stress.bench.about import about
+from stress.bench.asked import asked_folder
 from stress.bench.disk import KINDS, DiskBenchOptions, DiskMeasured, blocks_of_a_job, measure
 from stress.bench.disk_figures import cpu_s_per_gb, gb_per_s, job_ms, pauses_ms, ratios
 from stress.bench.disk_lmcache import LMCACHE, lmcache_version

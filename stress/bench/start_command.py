@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtier.errors import Misuse, StoreFault
 from kvtier.plugin_api.sizes import read_bytes
 from kvtier.tools.bench.about import about_machine
-from kvtier.tools.bench.asked import asked_folder, check_pages
+from kvtier.tools.bench.tier_command import check_pages
 from kvtier.tools.cli.terminal import progress, table, write_json
+from stress.bench.asked import asked_folder
 from stress.bench.children import run_child
 from stress.bench.start import SLOTS, STEP_S, runtime_of, told_of_tiers
 

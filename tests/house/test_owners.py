@@ -58,7 +58,7 @@ GIVEN = {
     "kvtier_backends.redis.client: made.ssl_context": "the client library: one for all connections",
     "kvtier.testing._workbench: backend.on_connection": "as above",
     "kvtier_backends.s3.library_threads: call.cancelled": "asyncio: what the library asks its call",
-    "kvtier.tools.bench.backend_sides: self._backend.on_connection": "as above: the benchmark does",
+    "kvtier.tools.bench.tier_sides: self._backend.on_connection": "as above: the benchmark does",
     "kvtier.vllm.hosted.connections: connection.close": "vLLM's tier has no other place for it",
     "kvtier.vllm.hosted.connections: control._open_connection": "as above",
     "kvtier.vllm.hosted.connections: tier._get_hash_seed": "as above",

@@ -30,6 +30,15 @@ class PlainClient(ABC):
     ways: ClassVar[tuple[str, ...]] = ("",)
     """The ways in which the library can move several blocks in one call."""
 
+    is_shared: ClassVar[bool] = True
+    """Whether the tier is for several engines, which may sign their blocks."""
+
+    share_promised: ClassVar[float] = 0.9
+    """The share of the client's best MB/s that is promised for blocks that no key protects."""
+
+    warm_up_legs: ClassVar[int] = 0
+    """How many legs each side stores before the first round: until the tier's storage is in use."""
+
     library: str  #: its name and version
 
     def __init__(self, options: Mapping[str, Any], context: BackendContext, token: str) -> None:
@@ -42,8 +51,11 @@ class PlainClient(ABC):
         self.token = token
 
     @abstractmethod
-    def options_of_tier(self, part: str) -> dict[str, Any]:
-        """Return the tier's options, moved to a part of the benchmark's own place."""
+    def options_of_tier(self, part: str, leg_bytes: int) -> dict[str, Any]:
+        """Return the tier's options, moved to a part of the benchmark's own place.
+
+        ``leg_bytes``: how much a side stores before it is removed.
+        """
 
     @abstractmethod
     async def open(self, memory: memoryview) -> None:

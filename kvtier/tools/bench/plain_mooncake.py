@@ -44,7 +44,7 @@ class PlainMooncake(PlainClient):
         self.library = f"Mooncake {_version()}"
 
     @override
-    def options_of_tier(self, part: str) -> dict[str, Any]:
+    def options_of_tier(self, part: str, leg_bytes: int) -> dict[str, Any]:
         return {**self.options, "key_prefix": f"{self._prefix}/{part}"}
 
     @override

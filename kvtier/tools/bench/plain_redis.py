@@ -43,7 +43,7 @@ class PlainRedis(PlainClient):
             self.library += " with libvalkey"
 
     @override
-    def options_of_tier(self, part: str) -> dict[str, Any]:
+    def options_of_tier(self, part: str, leg_bytes: int) -> dict[str, Any]:
         return {**self.options, "key_prefix": f"{self._prefix}.{part}"}
 
     @override

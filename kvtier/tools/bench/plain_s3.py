@@ -37,7 +37,7 @@ class PlainS3(PlainClient):
         self.library = f"obstore {version('obstore')}"
 
     @override
-    def options_of_tier(self, part: str) -> dict[str, Any]:
+    def options_of_tier(self, part: str, leg_bytes: int) -> dict[str, Any]:
         return {**self.options, "url": f"{self._url}/{part}"}
 
     @override

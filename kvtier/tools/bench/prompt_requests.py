@@ -10,7 +10,7 @@ from kvtier.tools.bench.call_legs import LOAD, STORE, batches_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from kvtier.tools.bench.backend_sides import BackendSide
+    from kvtier.tools.bench.tier_sides import BackendSide
 
 PROMPT_BLOCKS: Final = 500
 LOOKUP: Final = "lookup"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 COMMANDS: Final = {
     "check": "tell what an engine would refuse in a configuration",
-    "bench": "measure tiers beside client libraries",
+    "bench": "measure tiers on storage of your own",
     "evict": "keep the folder of an fs tier within a size",
     "fsck": "verify a tier's folder, and drop what is unsound",
     "ls": "show what a tier's folder holds",

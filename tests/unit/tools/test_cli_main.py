@@ -111,7 +111,7 @@ def test_a_command_that_cannot_show_what_it_finds_says_so_before_its_work(
     """After the work its figures would be lost."""
     monkeypatch.setitem(sys.modules, "rich", None)
     given = {
-        "bench": ["bench", "backends", "--tier", "{}"],
+        "bench": ["bench", "tier", "--tier", "{}"],
         "size": ["size", "--model", "/missing", "--trace", "/missing"],
         "purge": ["purge", "/missing", "--all"],
         "evict": ["evict", "/missing", "--capacity", "1GB"],

@@ -1,4 +1,4 @@
-"""The two kinds of sides of ``kvtier bench backends``: a tier's backend, and a plain client.
+"""The two kinds of sides of ``kvtier bench tier``: a tier's backend, and a plain client.
 
 Both run on one event loop of this process, so that its processor time is what a side costs,
 and move the blocks of one memory: the first half is stored from, the second is loaded into.

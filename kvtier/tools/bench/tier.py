@@ -1,4 +1,4 @@
-"""Measures the backend of one tier beside the plain client library, on one server, in turns.
+"""Measures the backend of one tier beside the plain client or the bare disk, in turns.
 
 Each round has a leg of stores and a leg of loads of every side, and every other round has the
 sides in reverse. What a leg has stored is removed before the next one.
@@ -21,20 +21,23 @@ from kvtier.plugin_api.machine import free_memory_bytes
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.plugins import make_backend
 from kvtier.settings.runtime_config import TierConfig
-from kvtier.tools.bench.backend_sides import BackendSide, ClientSide, storage_faults
 from kvtier.tools.bench.call_legs import KINDS, STORE, CallLeg, batches_of, play
 from kvtier.tools.bench.kv_like import kv_like
-from kvtier.tools.bench.plain_client_types import plain_client_class
 from kvtier.tools.bench.plain_clients import CALLS_AT_ONCE
+from kvtier.tools.bench.plain_files import PlainDisk, PlainFiles
+from kvtier.tools.bench.plain_mooncake import PlainMooncake
+from kvtier.tools.bench.plain_redis import PlainRedis
+from kvtier.tools.bench.plain_s3 import PlainS3
 from kvtier.tools.bench.prompt_requests import PromptRequests, count_requests
+from kvtier.tools.bench.tier_sides import BackendSide, ClientSide, storage_faults
 from kvtier_backends.encryption.keys import KEY_BYTES
 from kvtier_backends.shared.compression import BITPLANE_ZSTD, COMPRESSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvtier.tools.bench.backend_sides import CallShape, CallSide
     from kvtier.tools.bench.plain_clients import PlainClient
+    from kvtier.tools.bench.tier_sides import CallShape, CallSide
 
 PLAIN: Final = "kvtier"
 SIGNED: Final = "kvtier, signed"
@@ -44,8 +47,17 @@ TIER_SIDES: Final = (PLAIN, SIGNED, ENCRYPTED, COMPRESSED)
 _KEY_OPTION_OF: Final = {SIGNED: "auth_key_file", ENCRYPTED: "encryption_key_file"}
 
 
+PLAIN_CLIENTS: Final[dict[str, type[PlainClient]]] = {
+    "disk": PlainDisk,
+    "fs": PlainFiles,
+    "redis": PlainRedis,
+    "s3": PlainS3,
+    "mooncake": PlainMooncake,
+}
+
+
 @dataclass(frozen=True)
-class BackendsOptions:
+class TierBenchOptions:
     """What is to be measured."""
 
     leg_bytes: int
@@ -53,12 +65,11 @@ class BackendsOptions:
     protection: bool  #: measure signed and encrypted blocks as well
     compression: bool = False  #: and compressed ones: all sides move what shrinks as a model's do
 
-    @property
-    def tier_sides(self) -> list[str]:
-        """The sides of kvtier's."""
+    def sides_of(self, kind: str) -> list[str]:
+        """Return the sides of kvtier's for a type of tier."""
         is_measured = {
             PLAIN: True,
-            SIGNED: self.protection,
+            SIGNED: self.protection and plain_client_class(kind).is_shared,
             ENCRYPTED: self.protection,
             COMPRESSED: self.compression,
         }
@@ -66,11 +77,12 @@ class BackendsOptions:
 
 
 @dataclass
-class BackendsMeasured:
+class TierLegs:
     """All legs of one tier with one size of blocks."""
 
     block_bytes: int
     blocks: int  #: in each leg
+    share_promised: float  #: of the best client's MB/s
     shapes: dict[str, dict[str, CallShape]]  #: by kind and side
     rounds: list[dict[str, dict[str, CallLeg]]] = field(default_factory=list)  #: by kind and side
     prompt_requests: PromptRequests = field(default_factory=dict)
@@ -81,14 +93,24 @@ class BackendsMeasured:
         return self.block_bytes * self.blocks
 
 
-def sides_count(kind: str, options: BackendsOptions) -> int:
+def plain_client_class(kind: str) -> type[PlainClient]:
+    """Return the class for a type of tier. Raises ``Misuse`` if it can't be measured."""
+    if kind not in PLAIN_CLIENTS:
+        raise Misuse(
+            f"--tier: type {kind!r} has no client library to be measured beside. Choose one of "
+            f"{', '.join(PLAIN_CLIENTS)}."
+        )
+    return PLAIN_CLIENTS[kind]
+
+
+def sides_count(kind: str, options: TierBenchOptions) -> int:
     """Return how many sides a type of tier has, for a bar of progress."""
-    return len(options.tier_sides) + len(plain_client_class(kind).ways) * len(CALLS_AT_ONCE)
+    return len(options.sides_of(kind)) + len(plain_client_class(kind).ways) * len(CALLS_AT_ONCE)
 
 
 async def measure(
-    config: TierConfig, block_bytes: int, options: BackendsOptions, advance: Callable[[], None]
-) -> BackendsMeasured:
+    config: TierConfig, block_bytes: int, options: TierBenchOptions, advance: Callable[[], None]
+) -> TierLegs:
     """Run all rounds. Calls ``advance`` after each turn of a side.
 
     Raises ``Misuse`` for what can't be measured, and ``StoreFault`` if the server fails.
@@ -110,8 +132,8 @@ async def measure(
         cleaner = _Cleaner(client)
         stack.push_async_callback(cleaner.clean)
         tiers = []
-        for name in options.tier_sides:
-            tiers.append(await _open_tier(stack, name, client, config, context, memory))
+        for name in options.sides_of(config.type):
+            tiers.append(await _open_tier(stack, name, client, config, memory))
             if not cleaner.is_needed:
                 cleaner.is_needed = True
                 with storage_faults(client.library):
@@ -124,7 +146,7 @@ async def measure(
             for way in client.ways
             for at_once in CALLS_AT_ONCE
         ]
-        measured = await _run(block_bytes, count, [*tiers, *clients], options, advance)
+        measured = await _run(client, count, [*tiers, *clients], options, advance)
         requests = await count_requests(tiers[0], count)
         return replace(measured, prompt_requests=requests)
 
@@ -165,15 +187,14 @@ async def _open_tier(
     name: str,
     client: PlainClient,
     config: TierConfig,
-    context: BackendContext,
     memory: SlotMemory,
 ) -> BackendSide:
     part = name.partition(", ")[2] or "tier"
-    given = client.options_of_tier(part)
+    given = client.options_of_tier(part, memory.slot_count // 2 * memory.block_bytes)
     if name == COMPRESSED:
         given = {**given, COMPRESSION: BITPLANE_ZSTD}
     with _with_key(_KEY_OPTION_OF.get(name), given) as options:
-        backend = make_backend(TierConfig(config.name, config.type, options), context)
+        backend = make_backend(TierConfig(config.name, config.type, options), client.context)
     side = BackendSide(name, backend, memory, client.token)
     stack.push_async_callback(side.close)
     await side.open()
@@ -193,17 +214,19 @@ def _with_key(option: str | None, options: dict[str, Any]) -> Iterator[dict[str,
 
 
 async def _run(
-    block_bytes: int,
+    client: PlainClient,
     count: int,
     sides: list[CallSide],
-    options: BackendsOptions,
+    options: TierBenchOptions,
     advance: Callable[[], None],
-) -> BackendsMeasured:
-    measured = BackendsMeasured(block_bytes, count, _shapes_of(sides, block_bytes, count))
+) -> TierLegs:
+    block_bytes = client.context.block_bytes
+    shapes = _shapes_of(sides, block_bytes, count)
+    measured = TierLegs(block_bytes, count, client.share_promised, shapes)
     leg = 0
     for side in sides:
         leg += 1
-        await _warm_up(side, leg, count)
+        await _warm_up(side, leg, count, client.warm_up_legs)
     for round_ in range(options.rounds):
         legs: dict[str, dict[str, CallLeg]] = {kind: {} for kind in KINDS}
         for side in sides if round_ % 2 == 0 else sides[::-1]:
@@ -237,10 +260,16 @@ def _shapes_of(
     return shapes
 
 
-async def _warm_up(side: CallSide, leg: int, count: int) -> None:
-    """Make each connection once, lest the first round pays for them."""
+async def _warm_up(side: CallSide, leg: int, count: int, legs: int) -> None:
+    """Make each connection once, and store some legs, lest the first round pays for them."""
     at_once = max(side.shape(kind).at_once for kind in KINDS)
     numbers = range(min(at_once, count))
     for kind in KINDS:
         await play(partial(side.call, kind, leg), batches_of(len(numbers), 1), at_once)
     await side.remove(leg, numbers)
+    shape = side.shape(STORE)
+    batches = batches_of(count, shape.blocks)
+    for _ in range(legs):
+        await play(partial(side.call, STORE, leg), batches, shape.at_once)
+        for batch in batches:
+            await side.remove(leg, batch)

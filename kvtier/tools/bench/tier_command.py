@@ -1,4 +1,4 @@
-"""``kvtier bench backends``: runs the measurements, and prints and writes what they found."""
+"""``kvtier bench tier``: runs the measurements, and prints and writes what they found."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from kvtier.errors import Misuse, StoreFault
 from kvtier.plugin_api.sizes import read_bytes
 from kvtier.settings.runtime_config import TierConfig
 from kvtier.tools.bench.about import about_machine
-from kvtier.tools.bench.asked import check_pages
-from kvtier.tools.bench.backends import BackendsOptions, measure, sides_count
-from kvtier.tools.bench.backends_figures import BESIDE_CLIENT_MIN, CallFigures, figures
-from kvtier.tools.bench.plain_client_types import plain_client_class
 from kvtier.tools.bench.prompt_requests import PROMPT_BLOCKS, requests_shown
+from kvtier.tools.bench.tier import TierBenchOptions, measure, plain_client_class, sides_count
+from kvtier.tools.bench.tier_figures import CallFigures, figures
 from kvtier.tools.cli.terminal import progress, table, write_json
 from kvtier_backends.shared.compression import COMPRESSION
 
@@ -24,8 +22,9 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from kvtier.tools.bench.backends import BackendsMeasured
+    from kvtier.tools.bench.tier import TierLegs
 
+PAGE_BYTES: Final = 4096
 _OPTIONS_OF_KEYS: Final = tuple(
     f"{kind}_{place}" for kind in ("auth_key", "encryption_key") for place in ("env", "file")
 )
@@ -35,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure one tier after the other, print a table for each, write the file."""
     tiers = [_tier(text, number) for number, text in enumerate(arguments.tier, start=1)]
     sizes = _sizes(arguments)
-    options = BackendsOptions(
+    options = TierBenchOptions(
         leg_bytes=read_bytes(arguments.bytes, "--bytes"),
         rounds=arguments.rounds,
         protection=arguments.protection,
@@ -43,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     report: dict[str, Any] = {**about_machine(), "options": asdict(options), "tiers": []}
     for tier in tiers:
-        found: list[tuple[BackendsMeasured, Sequence[CallFigures]]] = []
+        found: list[tuple[TierLegs, Sequence[CallFigures]]] = []
         try:
             for size in sizes:
                 measured = _measure(tier, size, options)
@@ -93,7 +92,15 @@ def _sizes(arguments: argparse.Namespace) -> list[int]:
     return sizes
 
 
-def _measure(tier: TierConfig, block_bytes: int, options: BackendsOptions) -> BackendsMeasured:
+def check_pages(block_bytes: int) -> None:
+    """Raise ``Misuse`` for blocks that are no whole pages."""
+    if block_bytes < PAGE_BYTES or block_bytes % PAGE_BYTES:
+        raise Misuse(
+            f"--block-bytes {block_bytes} must be a multiple of {PAGE_BYTES}, for O_DIRECT."
+        )
+
+
+def _measure(tier: TierConfig, block_bytes: int, options: TierBenchOptions) -> TierLegs:
     turns = options.rounds * sides_count(tier.type, options)
     with progress(f"{tier.type}, blocks of {_size(block_bytes)}", turns) as shown:
         try:
@@ -107,8 +114,8 @@ def _measure(tier: TierConfig, block_bytes: int, options: BackendsOptions) -> Ba
 
 def _print_figures(
     tier: TierConfig,
-    found: Sequence[tuple[BackendsMeasured, Sequence[CallFigures]]],
-    options: BackendsOptions,
+    found: Sequence[tuple[TierLegs, Sequence[CallFigures]]],
+    options: TierBenchOptions,
 ) -> None:
     rows = [
         _row(measured.block_bytes, each)
@@ -120,7 +127,7 @@ def _print_figures(
     table(f"{tier.type} tier", [*columns, "of rounds", "holds"], rows)
     notes = [
         ["calls", "how many at once, of how many blocks each; p50 and p99 are of one call"],
-        ["ratio", f"to the client's best MB/s; at least {BESIDE_CLIENT_MIN} is promised"],
+        ["ratio", f"to the client's best MB/s; at least {found[0][0].share_promised} is promised"],
         ["bytes of a leg", f"{_size(options.leg_bytes)}, medians of {options.rounds} rounds"],
         ["cores", f"{about_machine()['cores']}, shared with the server if it is on this machine"],
     ]
@@ -149,7 +156,7 @@ def _row(size: int, each: CallFigures) -> list[str]:
 
 
 def _to_json(
-    tier: TierConfig, found: Sequence[tuple[BackendsMeasured, Sequence[CallFigures]]]
+    tier: TierConfig, found: Sequence[tuple[TierLegs, Sequence[CallFigures]]]
 ) -> dict[str, Any]:
     sizes = [
         {

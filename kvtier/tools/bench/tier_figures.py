@@ -1,22 +1,19 @@
-"""What the legs of ``kvtier bench backends`` say: each side beside the client's best figure."""
+"""What the legs of ``kvtier bench tier`` say: each side beside the client's best figure."""
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from kvtier.tools.bench.backends import PLAIN, TIER_SIDES
 from kvtier.tools.bench.call_legs import KINDS
 from kvtier.tools.bench.percentile import percentile
+from kvtier.tools.bench.tier import PLAIN, TIER_SIDES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier.tools.bench.backends import BackendsMeasured
-
-BESIDE_CLIENT_MIN: Final = 0.9
-"""The share of the client's best MB/s that is promised for blocks that no key protects."""
+    from kvtier.tools.bench.tier import TierLegs
 
 
 @dataclass(frozen=True)
@@ -34,6 +31,7 @@ class CallFigures:
     ratios: Sequence[float]  #: MB/s over the best client's, round by round
     is_client: bool
     is_best_client: bool
+    share_promised: float
 
     @property
     def median_mb_per_s(self) -> float:
@@ -48,7 +46,7 @@ class CallFigures:
     @property
     def holds(self) -> bool | None:
         """Whether what is promised holds; None where nothing is."""
-        return self.median_ratio >= BESIDE_CLIENT_MIN if self.side == PLAIN else None
+        return self.median_ratio >= self.share_promised if self.side == PLAIN else None
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -60,7 +58,7 @@ class CallFigures:
         return {**asdict(self), **medians, "holds": self.holds}
 
 
-def figures(measured: BackendsMeasured) -> list[CallFigures]:
+def figures(measured: TierLegs) -> list[CallFigures]:
     """Return the figures of all sides, kvtier's before the clients'."""
     return [
         _of_side(measured, kind, side, _best_client(measured, kind))
@@ -69,7 +67,7 @@ def figures(measured: BackendsMeasured) -> list[CallFigures]:
     ]
 
 
-def _of_side(measured: BackendsMeasured, kind: str, side: str, best: str) -> CallFigures:
+def _of_side(measured: TierLegs, kind: str, side: str, best: str) -> CallFigures:
     legs = [each[kind][side] for each in measured.rounds]
     calls = [seconds * 1e3 for leg in legs for seconds in leg.call_seconds]
     shape = measured.shapes[kind][side]
@@ -87,14 +85,15 @@ def _of_side(measured: BackendsMeasured, kind: str, side: str, best: str) -> Cal
         ratios=[own / other for own, other in zip(throughput, beside, strict=True)],
         is_client=side not in TIER_SIDES,
         is_best_client=side == best,
+        share_promised=measured.share_promised,
     )
 
 
-def _best_client(measured: BackendsMeasured, kind: str) -> str:
+def _best_client(measured: TierLegs, kind: str) -> str:
     """Return the client's side with the best median."""
     clients = [side for side in measured.shapes[kind] if side not in TIER_SIDES]
     return max(clients, key=lambda side: statistics.median(_mb_per_s(measured, kind, side)))
 
 
-def _mb_per_s(measured: BackendsMeasured, kind: str, side: str) -> list[float]:
+def _mb_per_s(measured: TierLegs, kind: str, side: str) -> list[float]:
     return [measured.leg_bytes / each[kind][side].seconds / 1e6 for each in measured.rounds]

@@ -1,5 +1,7 @@
 """Files by themselves: one pwrite or pread for each block, in threads.
 
+Beside ``fs`` a file for each block, beside ``disk`` one file for all: the bare disk.
+
 With O_DIRECT where the tier uses it, too: otherwise a load would measure the page cache.
 """
 
@@ -9,7 +11,7 @@ import os
 import shutil
 import tempfile
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from typing_extensions import override
 
@@ -24,30 +26,39 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendContext
 
 
+CAPACITY_LEGS: Final = 4
+"""A ``disk`` tier gets room for so many legs: it reclaims the room of removed blocks later."""
+
+CAPACITY_BYTES_MIN: Final = 64 << 20
+
+
 class PlainFiles(PlainClient):
-    """A folder below the tier's ``root_dir``, which is there already."""
+    """A folder below the tier's, which is there already."""
+
+    folder_option: ClassVar[str] = "root_dir"
+    what: ClassVar[str] = "files"
 
     def __init__(self, options: Mapping[str, Any], context: BackendContext, token: str) -> None:
         super().__init__(options, context, token)
         reader = Options(options, f"secondary tier {context.tier_name}")
-        root = reader.path("root_dir")
+        root = reader.path(self.folder_option)
         if not os.path.isdir(root):
-            raise Misuse(f"--tier: root_dir {root!r} is no folder. Make it first.")
+            raise Misuse(f"--tier: {self.folder_option} {root!r} is no folder. Make it first.")
         self._folder = os.path.join(root, f"kvtier-bench-{token}")
         self._files = os.path.join(self._folder, "plain")
         self._flags = os.O_DIRECT if reader.flag("direct", default=True) else 0
         self._threads = DaemonThreads(max(CALLS_AT_ONCE), "plain-files")
-        self.library = "files"
+        self.library = self.what
 
     @override
-    def options_of_tier(self, part: str) -> dict[str, Any]:
-        return {**self.options, "root_dir": os.path.join(self._folder, part)}
+    def options_of_tier(self, part: str, leg_bytes: int) -> dict[str, Any]:
+        return {**self.options, self.folder_option: os.path.join(self._folder, part)}
 
     @override
     async def open(self, memory: memoryview) -> None:
         os.makedirs(self._files, mode=0o700)
         self._flags = self._flags if _takes_direct(self._files) else 0
-        self.library = "files, O_DIRECT" if self._flags else "files, page cache"
+        self.library = f"{self.what}, {'O_DIRECT' if self._flags else 'page cache'}"
 
     @override
     async def store(self, way: str, names: Sequence[str], views: Sequence[memoryview]) -> None:
@@ -93,6 +104,66 @@ class PlainFiles(PlainClient):
             finally:
                 os.close(descriptor)
         return lengths
+
+
+class PlainDisk(PlainFiles):
+    """One file below the tier's folder, in which each block has its place."""
+
+    folder_option: ClassVar[str] = "path"
+    what: ClassVar[str] = "one file"
+    is_shared: ClassVar[bool] = False
+    share_promised: ClassVar[float] = 0.85
+    warm_up_legs: ClassVar[int] = CAPACITY_LEGS
+    """Stores into regions that were never written take twice as long: the extents are new."""
+
+    def __init__(self, options: Mapping[str, Any], context: BackendContext, token: str) -> None:
+        super().__init__(options, context, token)
+        self._place_of: dict[str, int] = {}  # by name, in bytes from the file's start
+        self._unused: list[int] = []
+        self._descriptor = -1
+
+    @override
+    def options_of_tier(self, part: str, leg_bytes: int) -> dict[str, Any]:
+        capacity = max(CAPACITY_LEGS * leg_bytes, CAPACITY_BYTES_MIN)
+        return {**super().options_of_tier(part, leg_bytes), "capacity_bytes": capacity}
+
+    @override
+    async def open(self, memory: memoryview) -> None:
+        await super().open(memory)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | self._flags
+        self._descriptor = os.open(os.path.join(self._files, "blocks"), flags, 0o600)
+
+    @override
+    async def store(self, way: str, names: Sequence[str], views: Sequence[memoryview]) -> None:
+        for name in names:
+            end = len(self._place_of) * self.context.block_bytes
+            self._place_of[name] = self._unused.pop() if self._unused else end
+        await super().store(way, names, views)
+
+    @override
+    async def remove(self, names: Sequence[str]) -> None:
+        self._unused += [self._place_of.pop(name) for name in names]
+
+    @override
+    async def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        await super().close()
+
+    @override
+    def _write_all(self, names: Sequence[str], views: Sequence[memoryview]) -> None:
+        lengths = [
+            os.pwrite(self._descriptor, view, self._place_of[name])
+            for name, view in zip(names, views, strict=True)
+        ]
+        expect_blocks(lengths, self.context.block_bytes)
+
+    @override
+    def _read_all(self, names: Sequence[str], views: Sequence[memoryview]) -> list[int]:
+        return [
+            os.preadv(self._descriptor, [view], self._place_of[name])
+            for name, view in zip(names, views, strict=True)
+        ]
 
 
 def _takes_direct(folder: str) -> bool:

@@ -1,4 +1,4 @@
-"""``kvtier bench backends``: what it compares, refuses and leaves. Never how fast anything is."""
+"""``kvtier bench tier``: what it compares, refuses and leaves. Never how fast anything is."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvtier.errors import StoreFault
 from kvtier.plugin_api.backend import BackendContext, LoadBlock, Loaded, Namespace
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.runtime_config import TierConfig
-from kvtier.tools.bench import backend_sides
-from kvtier.tools.bench.backend_sides import BackendSide, CallShape
-from kvtier.tools.bench.backends import (
+from kvtier.tools.bench import tier_sides
+from kvtier.tools.bench.call_legs import KINDS, LOAD, STORE, CallLeg
+from kvtier.tools.bench.tier import (
     COMPRESSED,
     ENCRYPTED,
     PLAIN,
     SIGNED,
-    BackendsMeasured,
-    BackendsOptions,
+    TierBenchOptions,
+    TierLegs,
     measure,
 )
-from kvtier.tools.bench.backends_figures import figures
-from kvtier.tools.bench.call_legs import KINDS, LOAD, STORE, CallLeg
+from kvtier.tools.bench.tier_figures import figures
+from kvtier.tools.bench.tier_sides import BackendSide, CallShape
 from kvtier.tools.cli.exit_status import BAD_INPUT
 from kvtier.tools.cli.main import main
 from kvtier_backends.memory import MemoryBackend
@@ -50,7 +50,7 @@ def run(tier: dict[str, Any], report: Path, blocks: int, *more: str) -> dict[str
     """Run the command with one round, and return its report's only size."""
     status = main(
         [
-            *("bench", "backends", "--tier", json.dumps(tier), "--rounds", "1"),
+            *("bench", "tier", "--tier", json.dumps(tier), "--rounds", "1"),
             *("--block-bytes", "4KiB", "--bytes", str(blocks * BLOCK_BYTES)),
             *("--json", str(report), *more),
         ]
@@ -110,6 +110,15 @@ def test_fs_is_measured_beside_bare_files_and_nothing_is_left(tmp_path: Path) ->
     assert not list(root.iterdir())
 
 
+def test_disk_is_measured_beside_the_bare_disk_and_nothing_is_left(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    tier = {"type": "disk", "path": str(root), "capacity_bytes": "1TB", "io_depth": 2}
+    found = run(tier, tmp_path / "report.json", 512, "--protection")
+    expect_figures(found, [PLAIN, ENCRYPTED], "one file", 3)
+    assert not list(root.iterdir())
+
+
 @pytest.mark.long  # the gate has that of redis
 def test_s3_is_measured_beside_obstore_and_nothing_is_left(tmp_path: Path) -> None:
     s3_server.set_credentials()
@@ -142,14 +151,14 @@ def test_it_needs_neither_vllm_nor_a_library_that_is_not_measured() -> None:
         "import sys\n"
         "missing = ['vllm', 'torch', 'obstore', 'valkey', 'mooncake']\n"
         "sys.modules.update(dict.fromkeys(missing))\n"
-        "from kvtier.tools.bench import backends_command\n"
-        "from kvtier.tools.bench.plain_client_types import PLAIN_CLIENTS\n"
+        "from kvtier.tools.bench import tier_command\n"
+        "from kvtier.tools.bench.tier import PLAIN_CLIENTS\n"
         "print(sorted(PLAIN_CLIENTS))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "['fs', 'mooncake', 'redis', 's3']"
+    assert done.stdout.strip() == "['disk', 'fs', 'mooncake', 'redis', 's3']"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +166,7 @@ def test_it_needs_neither_vllm_nor_a_library_that_is_not_measured() -> None:
     [
         ("redis://user:secret@host", [], "--tier number 1 is no JSON"),
         ("[]", [], "--tier number 1 is no mapping"),
-        ('{"type": "disk", "path": "x"}', [], "stress.bench disk"),
+        ('{"type": "disk", "path": "no/such/folder"}', [], "no/such/folder"),
         ('{"type": "memory"}', [], "'memory'"),
         ('{"type": "redis", "url": "redis://h:1", "auth_key_env": "K"}', [], "auth_key_env"),
         ('{"type": "redis", "url": "r", "compression": "bitplane-zstd"}', [], "--compression"),
@@ -175,7 +184,7 @@ def test_it_needs_neither_vllm_nor_a_library_that_is_not_measured() -> None:
 def test_what_cannot_be_measured_is_refused_by_name_and_no_secret_is_shown(
     tier: str, more: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "backends", "--tier", tier, "--bytes", "1MiB", *more]) == BAD_INPUT
+    assert main(["bench", "tier", "--tier", tier, "--bytes", "1MiB", *more]) == BAD_INPUT
     message = capsys.readouterr().err
     assert named in message
     assert "secret" not in message
@@ -185,7 +194,7 @@ def test_too_few_bytes_to_keep_all_calls_busy_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tier = json.dumps({"type": "fs", "root_dir": str(tmp_path)})
-    assert main(["bench", "backends", "--tier", tier, "--bytes", "64KiB"]) == BAD_INPUT
+    assert main(["bench", "tier", "--tier", tier, "--bytes", "64KiB"]) == BAD_INPUT
     message = capsys.readouterr().err
     assert "--bytes 65536" in message
     assert f"Give {16 * 16 * 65536} or more" in message
@@ -197,7 +206,7 @@ def test_a_size_that_cannot_be_measured_takes_nothing_from_those_before_it(
 ) -> None:
     tier = json.dumps({"type": "redis", "url": valkey.url})
     sizes = ("--block-bytes", "4KiB,64KiB", "--bytes", str(REDIS_BLOCKS * BLOCK_BYTES))
-    assert main(["bench", "backends", "--tier", tier, "--rounds", "1", *sizes]) == BAD_INPUT
+    assert main(["bench", "tier", "--tier", tier, "--rounds", "1", *sizes]) == BAD_INPUT
     said = capsys.readouterr()
     assert "4 KiB load: kvtier" in said.out
     assert f"Give {REDIS_BLOCKS * 65536} or more" in said.err
@@ -206,20 +215,18 @@ def test_a_size_that_cannot_be_measured_takes_nothing_from_those_before_it(
 def test_a_server_that_is_not_reached_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(backend_sides, "CONNECT_S_MAX", 0.2)
+    monkeypatch.setattr(tier_sides, "CONNECT_S_MAX", 0.2)
     port = redis_servers.free_port()
     tier = json.dumps({"type": "redis", "url": f"redis://127.0.0.1:{port}"})
-    assert main(["bench", "backends", "--tier", tier, "--bytes", "8MiB"]) == BAD_INPUT
+    assert main(["bench", "tier", "--tier", tier, "--bytes", "8MiB"]) == BAD_INPUT
     message = capsys.readouterr().err
     assert f"127.0.0.1:{port}" in message
     assert "Start the server" in message
 
 
-def measure_redis(
-    server: redis_servers.RedisServer, advance: Callable[[], None]
-) -> BackendsMeasured:
+def measure_redis(server: redis_servers.RedisServer, advance: Callable[[], None]) -> TierLegs:
     config = TierConfig.from_mapping(1, {"type": "redis", "url": server.url})
-    options = BackendsOptions(leg_bytes=REDIS_BLOCKS * BLOCK_BYTES, rounds=2, protection=False)
+    options = TierBenchOptions(leg_bytes=REDIS_BLOCKS * BLOCK_BYTES, rounds=2, protection=False)
     return asyncio.run(measure(config, BLOCK_BYTES, options, advance))
 
 
@@ -271,7 +278,7 @@ def test_the_ratio_is_to_the_client_with_the_best_median_in_the_same_round() -> 
     seconds = {PLAIN: (2.0, 4.0, 1.0), "slow, 1 at once": (1.0, 9.0, 9.0)}
     seconds["best, 4 at once"] = (1.0, 2.0, 2.0)
     shapes = {kind: dict.fromkeys(seconds, CallShape(16, 4)) for kind in KINDS}
-    measured = BackendsMeasured(BLOCK_BYTES, 16, shapes)
+    measured = TierLegs(BLOCK_BYTES, 16, 0.9, shapes)
     for round_ in range(3):
         legs = {side: CallLeg(each[round_], 0.5, [each[round_]]) for side, each in seconds.items()}
         measured.rounds.append(dict.fromkeys(KINDS, legs))
