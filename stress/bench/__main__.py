@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import Misuse
@@ -29,6 +30,12 @@ BENCHMARKS: Final = {
 }
 AT_LEAST_ONE: Final = ("runs", "blocks", "request_blocks", "prompts", "prompt_tokens", "rounds")
 
+NO_VLLM: Final = (
+    "this compares kvtier with vLLM, which is not installed. Install it with: "
+    "pip install 'vllm>=0.32,<0.34'. Without a GPU: "
+    "pip install --no-deps -r requirements/engine-cpu.txt"
+)
+
 
 def main(given: Sequence[str] | None = None) -> int:
     """Run one benchmark and return the exit status: 0 if it could be run, whatever it found."""
@@ -43,22 +50,32 @@ def main(given: Sequence[str] | None = None) -> int:
     chosen.add_argument("name", choices=BENCHMARKS, metavar="NAME")
     chosen.add_argument("options", nargs=argparse.REMAINDER)
     name, options = vars(chosen.parse_args(given)).values()
+    prog = f"{chosen.prog} {name}"
+    try:
+        _run(name, prog, options)
+    except Misuse as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except ModuleNotFoundError:
+        if find_spec("vllm") is not None:
+            raise
+        print(f"{prog}: {NO_VLLM}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _run(name: str, prog: str, options: Sequence[str]) -> None:
     command = import_module(f"stress.bench.{name}_command")
-    parser = argparse.ArgumentParser(f"{chosen.prog} {name}", description=command.__doc__)
+    parser = argparse.ArgumentParser(prog, description=command.__doc__)
     command.add_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE, as JSON")
     arguments = parser.parse_args(options)
-    try:
-        _check(arguments)
-        with terminable():
-            command.run(arguments)
-    except Misuse as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+    _check(arguments)
+    with terminable():
+        command.run(arguments)
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -1,11 +1,24 @@
-"""Checks an option that several benchmarks have."""
+"""The option ``--path``, which several benchmarks have."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvtier.errors import Misuse
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_path(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--path``."""
+    parser.add_argument(
+        "--path",
+        metavar="FOLDER",
+        help="a folder on the disk to be measured (default: the one for temporary files)",
+    )
 
 
 def asked_folder(path: str | None) -> Path:

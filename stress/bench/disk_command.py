@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import Misuse
 from kvtier.plugin_api.sizes import read_bytes
-from kvtier.tools.bench.tier_command import check_pages
+from kvtier.tools.bench.tier_command import block_sizes
 from kvtier.tools.cli.terminal import progress, table, write_json
 from stress.bench.about import about
-from stress.bench.asked import asked_folder
+from stress.bench.asked import add_path, asked_folder
 from stress.bench.disk import KINDS, DiskBenchOptions, DiskMeasured, blocks_of_a_job, measure
 from stress.bench.disk_figures import cpu_s_per_gb, gb_per_s, job_ms, pauses_ms, ratios
 from stress.bench.disk_lmcache import LMCACHE, lmcache_version
@@ -32,11 +32,7 @@ NOTHING: Final = "-"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument(
-        "--path",
-        metavar="FOLDER",
-        help="a folder on the disk to be measured (default: the one for temporary files)",
-    )
+    add_path(parser)
     parser.add_argument(
         "--block-bytes",
         metavar="SIZES",
@@ -109,13 +105,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _sizes(arguments: argparse.Namespace) -> tuple[list[int], int]:
     """Read the sizes of blocks, and of a leg."""
-    words = [word for word in arguments.block_bytes.split(",") if word.strip()]
-    sizes = list(dict.fromkeys(read_bytes(word, "--block-bytes") for word in words))
+    sizes = block_sizes(arguments.block_bytes)
     leg_bytes = read_bytes(arguments.bytes, "--bytes")
-    if not sizes:
-        raise Misuse("--block-bytes names no size. Give one at least, e.g. 64KiB.")
     for size in sizes:
-        check_pages(size)
         if leg_bytes < blocks_of_a_job(size) * size:
             raise Misuse(
                 f"--bytes {leg_bytes} is less than one job of {blocks_of_a_job(size)} blocks of "

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import Misuse
 from kvtier.settings.plugins import make_policy
-from kvtier.tools.cli.terminal import progress, table, write_json
+from kvtier.tools.cli.terminal import check_can_write, progress, table, write_json
+from kvtier.tools.replay.pictures import check_can_draw
 from stress.bench.about import about
 from stress.bench.children import run_child
 from stress.bench.ops import LRU_FACTOR_MAX, OpsOptions, measure
@@ -68,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print tables, write files."""
+    if arguments.picture:
+        _check_picture(arguments)
     policies = _policies(arguments.policies)
     options = OpsOptions(
         blocks=arguments.blocks,
@@ -104,6 +107,14 @@ def run(arguments: argparse.Namespace) -> None:
         from stress.bench.picture import draw_scale  # noqa: PLC0415 - matplotlib is slow
 
         draw_scale(report["scale"], arguments.picture)
+
+
+def _check_picture(arguments: argparse.Namespace) -> None:
+    """Refuse a picture that could not be drawn, better now than after the work."""
+    if not arguments.scale:
+        raise Misuse("--picture draws what --scale measures: give both.")
+    check_can_write(arguments.picture)
+    check_can_draw()
 
 
 def _policies(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from kvtier.plugin_api.sizes import read_bytes
 from kvtier.tools.bench.about import about_machine
 from kvtier.tools.bench.tier_command import check_pages
 from kvtier.tools.cli.terminal import progress, table, write_json
-from stress.bench.asked import asked_folder
+from stress.bench.asked import add_path, asked_folder
 from stress.bench.children import run_child
 from stress.bench.start import SLOTS, STEP_S, runtime_of, told_of_tiers
 
@@ -35,11 +35,7 @@ ROOM_BYTES: Final = 64 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument(
-        "--path",
-        metavar="FOLDER",
-        help="a folder on the disk to be measured (default: the one for temporary files)",
-    )
+    add_path(parser)
     parser.add_argument(
         "--blocks",
         type=int,

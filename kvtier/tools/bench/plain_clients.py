@@ -37,7 +37,7 @@ class PlainClient(ABC):
     """The share of the client's best MB/s that is promised for blocks that no key protects."""
 
     warm_up_legs: ClassVar[int] = 0
-    """How many legs each side stores before the first round: until the tier's storage is in use."""
+    """How many legs the tier stores before the first round: until all of its storage is in use."""
 
     library: str  #: its name and version
 

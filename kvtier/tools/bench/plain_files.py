@@ -84,26 +84,26 @@ class PlainFiles(PlainClient):
         await self.remove_all()  # the tier makes folders even where it then refuses
 
     def _write_all(self, names: Sequence[str], views: Sequence[memoryview]) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self._flags
-        lengths = []
-        for name, view in zip(names, views, strict=True):
-            descriptor = os.open(os.path.join(self._files, name), flags, 0o600)
-            try:
-                lengths.append(os.pwrite(descriptor, view, 0))
-            finally:
-                os.close(descriptor)
-        expect_blocks(lengths, self.context.block_bytes)
+        expect_blocks(list(map(self._write, names, views)), self.context.block_bytes)
 
     def _read_all(self, names: Sequence[str], views: Sequence[memoryview]) -> list[int]:
-        lengths = []
-        for name, view in zip(names, views, strict=True):
-            flags = os.O_RDONLY | os.O_CLOEXEC | self._flags
-            descriptor = os.open(os.path.join(self._files, name), flags)
-            try:
-                lengths.append(os.preadv(descriptor, [view], 0))
-            finally:
-                os.close(descriptor)
-        return lengths
+        return list(map(self._read, names, views))
+
+    def _write(self, name: str, view: memoryview) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self._flags
+        descriptor = os.open(os.path.join(self._files, name), flags, 0o600)
+        try:
+            return os.pwrite(descriptor, view, 0)
+        finally:
+            os.close(descriptor)
+
+    def _read(self, name: str, view: memoryview) -> int:
+        flags = os.O_RDONLY | os.O_CLOEXEC | self._flags
+        descriptor = os.open(os.path.join(self._files, name), flags)
+        try:
+            return os.preadv(descriptor, [view], 0)
+        finally:
+            os.close(descriptor)
 
 
 class PlainDisk(PlainFiles):
@@ -151,19 +151,12 @@ class PlainDisk(PlainFiles):
         await super().close()
 
     @override
-    def _write_all(self, names: Sequence[str], views: Sequence[memoryview]) -> None:
-        lengths = [
-            os.pwrite(self._descriptor, view, self._place_of[name])
-            for name, view in zip(names, views, strict=True)
-        ]
-        expect_blocks(lengths, self.context.block_bytes)
+    def _write(self, name: str, view: memoryview) -> int:
+        return os.pwrite(self._descriptor, view, self._place_of[name])
 
     @override
-    def _read_all(self, names: Sequence[str], views: Sequence[memoryview]) -> list[int]:
-        return [
-            os.preadv(self._descriptor, [view], self._place_of[name])
-            for name, view in zip(names, views, strict=True)
-        ]
+    def _read(self, name: str, view: memoryview) -> int:
+        return os.preadv(self._descriptor, [view], self._place_of[name])
 
 
 def _takes_direct(folder: str) -> bool:

@@ -226,19 +226,18 @@ async def _run(
     leg = 0
     for side in sides:
         leg += 1
-        await _warm_up(side, leg, count, client.warm_up_legs)
+        await _warm_up(side, leg, count)
+        for _ in range(client.warm_up_legs if isinstance(side, BackendSide) else 0):
+            await _play_leg(side, STORE, leg, count)
+            await _remove_leg(side, leg, count)
     for round_ in range(options.rounds):
         legs: dict[str, dict[str, CallLeg]] = {kind: {} for kind in KINDS}
         for side in sides if round_ % 2 == 0 else sides[::-1]:
             leg += 1
             side.prepare_load()
             for kind in KINDS:
-                shape = side.shape(kind)
-                batches = batches_of(count, shape.blocks)
-                call = partial(side.call, kind, leg)
-                legs[kind][side.name] = await play(call, batches, shape.at_once)
-            for batch in batches_of(count, side.shape(STORE).blocks):
-                await side.remove(leg, batch)
+                legs[kind][side.name] = await _play_leg(side, kind, leg, count)
+            await _remove_leg(side, leg, count)
             advance()
         measured.rounds.append(legs)
     return measured
@@ -260,16 +259,20 @@ def _shapes_of(
     return shapes
 
 
-async def _warm_up(side: CallSide, leg: int, count: int, legs: int) -> None:
-    """Make each connection once, and store some legs, lest the first round pays for them."""
+async def _play_leg(side: CallSide, kind: str, leg: int, count: int) -> CallLeg:
+    shape = side.shape(kind)
+    return await play(partial(side.call, kind, leg), batches_of(count, shape.blocks), shape.at_once)
+
+
+async def _remove_leg(side: CallSide, leg: int, count: int) -> None:
+    for batch in batches_of(count, side.shape(STORE).blocks):
+        await side.remove(leg, batch)
+
+
+async def _warm_up(side: CallSide, leg: int, count: int) -> None:
+    """Make each connection once, lest the first round pays for them."""
     at_once = max(side.shape(kind).at_once for kind in KINDS)
     numbers = range(min(at_once, count))
     for kind in KINDS:
         await play(partial(side.call, kind, leg), batches_of(len(numbers), 1), at_once)
     await side.remove(leg, numbers)
-    shape = side.shape(STORE)
-    batches = batches_of(count, shape.blocks)
-    for _ in range(legs):
-        await play(partial(side.call, STORE, leg), batches, shape.at_once)
-        for batch in batches:
-            await side.remove(leg, batch)

@@ -33,7 +33,7 @@ _OPTIONS_OF_KEYS: Final = tuple(
 def run(arguments: argparse.Namespace) -> None:
     """Measure one tier after the other, print a table for each, write the file."""
     tiers = [_tier(text, number) for number, text in enumerate(arguments.tier, start=1)]
-    sizes = _sizes(arguments)
+    sizes = block_sizes(arguments.block_bytes)
     options = TierBenchOptions(
         leg_bytes=read_bytes(arguments.bytes, "--bytes"),
         rounds=arguments.rounds,
@@ -82,8 +82,9 @@ def _tier(text: str, number: int) -> TierConfig:
     return config
 
 
-def _sizes(arguments: argparse.Namespace) -> list[int]:
-    words = [word for word in arguments.block_bytes.split(",") if word.strip()]
+def block_sizes(text: str) -> list[int]:
+    """Return the sizes that ``--block-bytes`` names, each once. Raises ``Misuse``."""
+    words = [word for word in text.split(",") if word.strip()]
     sizes = list(dict.fromkeys(read_bytes(word, "--block-bytes") for word in words))
     if not sizes:
         raise Misuse("--block-bytes names no size. Give one at least, e.g. 64KiB.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -88,3 +89,15 @@ def test_a_step_is_noticed_from_where_most_requests_are_as_fast_as_the_better_ch
     times: list[float], after: int | None
 ) -> None:
     assert noticed_after(times, 1.0) == after
+
+
+@pytest.mark.parametrize("benchmark", ["ops", "engine"])
+def test_without_vllm_it_says_what_to_install(
+    benchmark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert main([benchmark]) == BAD_INPUT
+    message = capsys.readouterr().err
+    assert "not installed" in message
+    assert "pip install 'vllm>=0.32,<0.34'" in message
+    assert "pip install --no-deps -r requirements/engine-cpu.txt" in message

@@ -247,3 +247,24 @@ def test_an_unknown_policy_is_refused_before_the_first_run(
 ) -> None:
     assert main(["ops", "--policies", "lru,nosuch"]) == 2
     assert "nosuch" in capsys.readouterr().err
+
+
+@pytest.mark.one_release
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["ops", "--runs", "0"], "--runs 0"),
+        (["ops", "--blocks", "-1"], "--blocks -1"),
+        (["ops", "--request-blocks", "0"], "--request-blocks 0"),
+        (["ops", "--picture", "scale.png"], "--scale"),
+        (["ops", "--json", "no/such/folder/report.json"], "no/such/folder"),
+        (["engine", "--prompts", "0"], "--prompts 0"),
+        (["engine", "--json", "."], "folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_options_are_refused_before_the_work(
+    options: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options) == 2
+    assert named in capsys.readouterr().err
