@@ -20,7 +20,7 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
 from kvtier.errors import InternalError
-from kvtier.tools.demo_engine import LlamaShape, make_model, start_engine
+from kvtier.tools.demo.engine import LlamaShape, make_model, start_engine
 from stress.bench.decide_plan import (
     BATCH_TOKENS,
     BLOCK_TOKENS,

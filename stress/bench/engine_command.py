@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import InternalError, Misuse
 from kvtier.tools.cli.terminal import progress, table, write_json
-from kvtier.tools.demo_engine import BLOCK_BYTES, BLOCK_TOKENS
+from kvtier.tools.demo.engine import BLOCK_BYTES, BLOCK_TOKENS
 from stress.bench.about import about
 from stress.bench.children import run_child
 from stress.bench.engine_run import (

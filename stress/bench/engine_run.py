@@ -18,7 +18,7 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
 from kvtier.errors import InternalError
-from kvtier.tools.demo_engine import make_model, make_prompts, start_engine
+from kvtier.tools.demo.engine import make_model, make_prompts, start_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,8 +18,8 @@ OWN_BYTES = {
     ("kvtier_backends.shared.namespaces", "as_json"): "decodes what it has just encoded",
     ("kvtier.vllm.namespace", "build_namespace"): "as above",
     ("kvtier.vllm.region_header", "read"): "has compared the checksum of what this engine wrote",
-    ("kvtier.tools.demo", "run_engine"): "a child of the command's own",
-    ("kvtier.tools.demo_engine", "main"): "its parent's",
+    ("kvtier.tools.demo.__main__", "run_engine"): "a child of the command's own",
+    ("kvtier.tools.demo.engine", "main"): "its parent's",
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.tools.demo import COLD, DRAM, PROMPT_TOKENS, PROMPTS, RESTART, table, verdict
+from kvtier.tools.demo.__main__ import COLD, DRAM, PROMPT_TOKENS, PROMPTS, RESTART, table, verdict
 
 DISK = "disk"
 BLOCK_TOKENS, BLOCK_BYTES = 32, 131_072

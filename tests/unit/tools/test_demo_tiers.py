@@ -8,8 +8,8 @@ import pytest
 import valkey
 
 from kvtier.errors import Misuse
-from kvtier.tools import demo_tiers
-from kvtier.tools.demo_tiers import CAPACITY_BYTES, TIERS, DemoError
+from kvtier.tools.demo import tiers as demo_tiers
+from kvtier.tools.demo.tiers import CAPACITY_BYTES, TIERS, DemoError
 
 if TYPE_CHECKING:
     from pathlib import Path

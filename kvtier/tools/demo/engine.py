@@ -1,6 +1,6 @@
 """One engine of the demo, in a process of its own: runs phases, reports figures.
 
-``kvtier/tools/demo.py`` starts it with a JSON job and a pipe. Each line it writes to
+``kvtier.tools.demo`` starts it with a JSON job and a pipe. Each line it writes to
 the pipe is a JSON object: ``{"say": text}`` while it works, then one
 ``{"phase": ...}`` a phase. Everything else it prints is log.
 """

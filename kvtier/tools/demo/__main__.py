@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kvtier.errors import Misuse
-from kvtier.tools.demo_tiers import CAPACITY_BYTES, TIERS, DemoError, DemoTier
+from kvtier.tools.demo.tiers import CAPACITY_BYTES, TIERS, DemoError, DemoTier
 from kvtier.tools.process_group import process_group
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def run_engine(folder: Path, tier: DemoTier, names: Sequence[str]) -> dict[str, 
     reader, writer = os.pipe()
     with log_path.open("wb") as log, os.fdopen(reader) as lines:
         engine = process_group(
-            [sys.executable, "-m", "kvtier.tools.demo_engine", job, str(writer)],
+            [sys.executable, "-m", "kvtier.tools.demo.engine", job, str(writer)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

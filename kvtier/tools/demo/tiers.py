@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kvtier.errors import Misuse
 from kvtier.plugin_api.extras import install
+from kvtier.tools.demo.valkey_program import valkey_program
 from kvtier.tools.process_group import process_group
-from kvtier.tools.valkey_program import valkey_program
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
