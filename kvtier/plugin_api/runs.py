@@ -95,21 +95,13 @@ class Runs:
         """
         self._put(keys, self._make_newest(request))
 
-    def put_at(self, keys: Collection[Key], stamp: int) -> None:
-        """Put keys at the tail of the run with this stamp, which belongs to no request."""
-        run = self._at.get(stamp)
-        if run is None:
-            run = self._at[stamp] = Run(stamp, None, {})
-            self._newest = max(self._newest, stamp)
-        if not run.keys:
-            self._comes_early(run)
-        self._put(keys, run)
-
     def put_first(self, keys: Collection[Key]) -> None:
         """Put keys, given from head to tail, where they are the next to go."""
         if keys:
             self._first -= 1
-            self.put_at(keys, self._first)
+            run = self._at[self._first] = Run(self._first, None, {})
+            self._comes_early(run)
+            self._put(keys, run)
 
     def use(self, keys: Sequence[Key], request: RequestId) -> None:
         """Put those of the keys that are here into the request's run, as ``put`` does."""

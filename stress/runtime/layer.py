@@ -31,7 +31,7 @@ IMPATIENT: Final = {
     "breaker_pause_s_max": 0.2,
     "lease_timeout_s": 2.0,
 }
-POLICIES: Final = ("reuse", "lru", "s3fifo", "arc", "lru2")
+POLICIES: Final = ("reuse", "lru", "arc")
 
 
 class RuntimeLayer(InProcess):

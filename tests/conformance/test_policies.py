@@ -30,7 +30,7 @@ def test_an_installed_policy_keeps_the_contract(name: str, check: PolicyCheck) -
 
 
 def test_our_own_policies_are_installed() -> None:
-    assert {"arc", "lru", "lru2", "s3fifo"} <= INSTALLED.keys()
+    assert {"arc", "lru", "reuse"} <= INSTALLED.keys()
 
 
 def test_check_policy_runs_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,8 @@ from world import KEYS
 
 from kvtier.policies.eviction.arc import ARCPolicy
 from kvtier.policies.eviction.lru import LRUPolicy
-from kvtier.policies.eviction.lru2 import LRU2Policy
 from kvtier.policies.eviction.reuse import policy as reuse
 from kvtier.policies.eviction.reuse.model import ReuseModel
-from kvtier.policies.eviction.s3fifo import S3FIFOPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,8 +37,6 @@ class ReusePolicy(reuse.ReusePolicy):
 POLICIES = {
     "lru": LRUPolicy,
     "arc": ARCPolicy,
-    "s3fifo": S3FIFOPolicy,
-    "lru2": LRU2Policy,
     "reuse": ReusePolicy,
 }
 

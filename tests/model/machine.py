@@ -35,10 +35,7 @@ SHAPES = st.builds(
             TIERS[:2],
             (TierShape(), TierShape(capacity=5, batches_max=1)),
             (TierShape(capacity=2, request_level=True), TierShape(batches_max=1)),
-            (
-                TierShape(admission="second_touch"),
-                TierShape(capacity=4, admission="predicted_reuse"),
-            ),
+            (TierShape(admission="second_touch"), TierShape(capacity=4)),
         ]
     ),
     job_blocks_max=st.integers(1, 4),

@@ -142,7 +142,7 @@ def draw_shape(rng: random.Random) -> Shape:
         # an engine (kvtier/vllm/windows.py).
         blocks_per_chunk=min(rng.choice([1, 1, 2, 3]), 1 if ":" in str(kinds) else 3),
         asynchronous=rng.choice([False, True]),
-        eviction_policy=rng.choice(["lru", "lru", "s3fifo", "reuse"]),
+        eviction_policy=rng.choice(["lru", "lru", "arc", "reuse"]),
         layers_each=rng.choice([1, 1, 2]),
         gpu_blocks=rng.choice([0, 0, 2, 10]),
         slots=rng.choice([1, 3, 8, 13, 20, 40, 70, 100, 100]),
@@ -248,7 +248,7 @@ def draw_tier(rng: random.Random) -> dict[str, Any]:
     tier: dict[str, Any] = {
         "type": "memory",
         "capacity_bytes": 4096 * rng.choice([4, 20, 1000]),
-        "eviction_policy": rng.choice(["lru", "s3fifo", "arc"]),
+        "eviction_policy": rng.choice(["lru", "reuse", "arc"]),
     }
     patience = rng.choice([1, 10])
     tier |= {

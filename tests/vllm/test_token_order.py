@@ -63,7 +63,7 @@ def test_of_one_group_it_is_told_as_it_stands_unless_there_is_a_partial_tail() -
     assert order.untold(ends) == (4, (b"d",))
 
 
-@pytest.mark.parametrize("policy", ["lru", "reuse", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", "reuse", "arc"])
 def test_a_head_that_the_gpu_has_stays_as_long_as_its_requests_tail(policy: str) -> None:
     """Nothing but the positions tells that the request which stores B and C begins with A."""
     with manager(eviction_policy=policy) as engine:

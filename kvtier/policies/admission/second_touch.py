@@ -1,8 +1,7 @@
 """Writes a block once a second request has used it.
 
 The usual advice for the life of an SSD, but it costs hits: a block used a
-second time was not there for that second time. ``predicted_reuse`` trades
-hits for writes better if the trace has structure.
+second time was not there for that second time.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.plugin_api.runs import hold
+from kvtier.plugin_api.runs import Runs, hold
 from kvtier.policies.eviction.queues import QueuePolicy
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ class ARCPolicy(QueuePolicy):
     """Adaptive replacement; tails before heads within a request."""
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity, queues=2, ghost_queues=2)
+        super().__init__(capacity, queues=2)
         self._recent, self._frequent = self._queues
-        self._recent_ghosts, self._frequent_ghosts = self._ghost_queues
+        self._recent_ghosts, self._frequent_ghosts = Runs(), Runs()
         self._recent_target = 0.0  # blocks; the paper's p
 
     def admit(self, keys: Sequence[Key], request: RequestId, *, held: bool) -> None:
@@ -99,6 +99,8 @@ class ARCPolicy(QueuePolicy):
     def clear(self) -> None:
         """See ``EvictionPolicy.clear``."""
         super().clear()
+        self._recent_ghosts.clear()
+        self._frequent_ghosts.clear()
         self._recent_target = 0.0
 
     def _adapt(self, keys: Sequence[Key]) -> dict[Key, None]:

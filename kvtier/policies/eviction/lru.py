@@ -22,7 +22,7 @@ class LRUPolicy(QueuePolicy):
     """Least recently used; tails before heads within a request."""
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity, queues=1, ghost_queues=0)
+        super().__init__(capacity, queues=1)
         (self._runs,) = self._queues
 
     def admit(self, keys: Sequence[Key], request: RequestId, *, held: bool) -> None:

@@ -1,8 +1,8 @@
-"""Implements the common part of the classic policies: queues of runs, and ghosts."""
+"""Implements the common part of ``lru`` and ``arc``: queues of runs, and held keys."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvtier.plugin_api.eviction_policy import EvictionPolicy
 from kvtier.plugin_api.runs import Runs, hold, unhold
@@ -14,17 +14,12 @@ if TYPE_CHECKING:
 
 
 class QueuePolicy(EvictionPolicy):
-    """Each resident key is in one of ``_queues``; those in ``_ghost_queues`` are remembered."""
+    """Each resident key is in one of ``_queues``."""
 
-    requests_max: ClassVar[int] = 4096
-    """How many requests may count as running; beyond that the oldest ends. A tier may store blocks
-    so long after their request's end that it no longer knows of it, and never reports another."""
-
-    def __init__(self, capacity: int, *, queues: int, ghost_queues: int) -> None:
+    def __init__(self, capacity: int, *, queues: int) -> None:
         super().__init__(capacity)
         self._held: dict[Key, None] = {}
         self._queues = tuple([Runs(self._held.keys()) for _ in range(queues)])
-        self._ghost_queues = tuple([Runs() for _ in range(ghost_queues)])
 
     def hold(self, keys: Sequence[Key]) -> None:
         """See ``EvictionPolicy.hold``."""
@@ -44,7 +39,7 @@ class QueuePolicy(EvictionPolicy):
 
     def clear(self) -> None:
         """See ``EvictionPolicy.clear``."""
-        for queue in (*self._queues, *self._ghost_queues):
+        for queue in self._queues:
             queue.clear()
         self._held.clear()
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings, strategies
+from hypothesis import given, strategies
 
 from kvtier import ConfigError, RuntimeConfig, TierConfig
 from kvtier.core.block_state import BlockState
 from kvtier.plugin_api.admission_policy import AdmissionContext
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from kvtier.plugin_api.options import Options
-from kvtier.policies.admission.predicted_reuse import BURST_S, DAY_S, PredictedReuseAdmission
 from kvtier.policies.admission.second_touch import SecondTouchAdmission
 from kvtier.policies.eviction.lru import LRUPolicy
 from tests.support.cell import TestRuntime, open_test_runtime
-from tests.support.examples import examples
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvtier.settings.runtime_config import OffloadPolicy
 
 KEYS = [bytes([code]) + bytes(4) for code in b"abcdef"]
@@ -28,7 +28,9 @@ CONTEXT = AdmissionContext(block_bytes=16, slot_count=8)
 class Story:
     """A runtime with one tier, by default written to only on a block's second touch."""
 
-    def __init__(self, tier: TierConfig | None = None, **options: object) -> None:
+    def __init__(
+        self, tier: TierConfig | None = None, capacity: int | None = None, **options: object
+    ) -> None:
         if tier is None:
             tier = TierConfig("1:t", "t", admission="second_touch", admission_options=options)
         config = RuntimeConfig(
@@ -38,8 +40,12 @@ class Story:
             tiers=(tier,),
             on_reset="keep",
         )
+        self.now = 0.0
         self.runtime: TestRuntime = open_test_runtime(
-            config, LRUPolicy(8), [(BackendTraits(1, 1), None)], clock=lambda: 0.0
+            config,
+            LRUPolicy(8),
+            [(BackendTraits(1, 1, capacity), LRUPolicy(capacity) if capacity else None)],
+            clock=lambda: self.now,
         )
         self.facade = self.runtime.facade
 
@@ -63,8 +69,9 @@ class Story:
         return stored
 
 
-def test_a_block_is_written_when_a_second_request_has_used_it() -> None:
-    story = Story()
+@pytest.mark.parametrize("capacity", [None, 8])
+def test_a_block_is_written_when_a_second_request_has_used_it(capacity: int | None) -> None:
+    story = Story(capacity=capacity)
     assert story.serve("first", KEYS[:3]) == []
     assert story.serve("second", KEYS[:2]) == KEYS[:2]
     assert story.serve("third", KEYS[:3]) == [KEYS[2]]
@@ -118,6 +125,29 @@ def test_a_policy_that_breaks_is_left_out_and_said_once(
     assert story.facade.statistics().faults == 0
 
 
+def test_a_policy_learns_what_a_request_goes_on_from_and_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None of ours needs either, but one that predicts does, as others may write it."""
+    learnt: list[object] = []
+
+    def touch(_self: object, keys: Sequence[bytes], request: str) -> None:
+        learnt.append((request, list(keys)))
+
+    monkeypatch.setattr(SecondTouchAdmission, "touch", touch)
+    monkeypatch.setattr(SecondTouchAdmission, "pass_time", lambda _self, now: learnt.append(now))
+    story = Story()
+    story.serve("first", KEYS[:2])
+    learnt.clear()
+    story.now = 1.5
+    story.facade.on_request_started("second")
+    assert story.facade.lookup_prefix(KEYS[:2], "second") == 2
+    story.facade.prepare_load(KEYS[:2], "second")
+    story.facade.complete_load(KEYS[:2], "second")
+    story.facade.step_end()
+    assert learnt == [("second", KEYS[:2]), 1.5]
+
+
 uses = strategies.lists(
     strategies.tuples(
         strategies.sampled_from(["admit", "end"]),
@@ -149,62 +179,6 @@ def test_second_touch_agrees_with_a_slow_obvious_model(
             expected.append(is_second)
         seen = seen[-remembered:]
         assert policy.admit(keys, request) == expected
-
-
-def predicted(**options: object) -> PredictedReuseAdmission:
-    return PredictedReuseAdmission(Options(options, "x"), CONTEXT)
-
-
-def test_what_a_conversation_adds_is_worth_writing_once_conversations_have_gone_on() -> None:
-    """One prompt in four begins a conversation, and each of those is continued."""
-    policy = predicted(threshold=0.55, remembered_blocks_max=4_000)
-    admitted: dict[str, list[bool]] = {"first": [], "next": []}
-    for number in range(400):
-        policy.pass_time(float(10 * number))
-        head = number.to_bytes(4, "big")
-        path = [head + bytes([i]) + bytes(4) for i in range(6)]
-        first = f"first {number}"
-        admitted["first"] += policy.admit(path[:3], first)[:1]
-        policy.end_request(first, path[:3])
-        if number % 4 == 0:
-            for turn, size in ((1, 4), (2, 5), (3, 6)):
-                policy.pass_time(float(10 * number + 2 * turn))
-                following = f"turn {turn} of {number}"
-                policy.touch(path[: size - 1], following)
-                admitted["next"] += policy.admit(path[size - 1 : size], following)
-                policy.end_request(following, path[:size])
-    assert sum(admitted["first"][-40:]) < 5
-    assert sum(admitted["next"][-40:]) > 20
-
-
-@given(
-    strategies.lists(
-        strategies.tuples(strategies.floats(0.1, 5_000), strategies.integers(1, 40)), max_size=30
-    ),
-    strategies.integers(16, 40_000),
-)
-@settings(max_examples=examples(40))
-def test_a_budget_of_written_bytes_is_kept(
-    offers: list[tuple[float, int]], bytes_per_day: int
-) -> None:
-    """Whatever is offered when: no more than the budget so far, with what may be saved up."""
-    policy = predicted(write_bytes_per_day_max=bytes_per_day, remembered_blocks_max=500)
-    now, written, started = 100.0, 0, 0.0
-    for number, (pause, size) in enumerate(offers):
-        now += pause
-        started = started or now
-        policy.pass_time(now)
-        keys = [number.to_bytes(4, "big") + bytes([i]) + bytes(4) for i in range(size)]
-        written += CONTEXT.block_bytes * sum(policy.admit(keys, f"r{number}"))
-        policy.end_request(f"r{number}", keys)
-        assert written <= bytes_per_day * (now - started + BURST_S) / DAY_S + CONTEXT.block_bytes
-
-
-def test_a_budget_and_a_threshold_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match=r"threshold=0.3 does not go together"):
-        predicted(threshold=0.3, write_bytes_per_day_max=1_000)
-    with pytest.raises(ConfigError, match=r"write_bytes_per_day_max=3 must be at least 16"):
-        predicted(write_bytes_per_day_max=3)
 
 
 def test_bad_options_are_refused_by_name() -> None:

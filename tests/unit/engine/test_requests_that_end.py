@@ -10,11 +10,9 @@ import pytest
 
 from kvtier import RuntimeConfig, TierConfig
 from kvtier.plugin_api.backend import BackendTraits, Outcome
+from kvtier.policies.eviction.arc import ARCPolicy
 from kvtier.policies.eviction.lru import LRUPolicy
-from kvtier.policies.eviction.lru2 import LRU2Policy
-from kvtier.policies.eviction.queues import QueuePolicy
 from kvtier.policies.eviction.reuse.policy import ReusePolicy
-from kvtier.policies.eviction.s3fifo import S3FIFOPolicy
 from kvtier.tier import bounded_tier
 from tests.support.cell import TestRuntime, open_test_runtime
 from tests.support.container_sizes import container_sizes, grown
@@ -25,8 +23,8 @@ if TYPE_CHECKING:
 SLOTS = 32
 CAPACITY = 48  #: of the bounded tier
 KEYS = [number.to_bytes(4, "big") + bytes(4) for number in range(96)]
-POLICIES = (LRUPolicy, LRU2Policy, ReusePolicy, S3FIFOPolicy)
-REMEMBERED = 8  #: requests that are over, and by policies those that may not be
+POLICIES = (LRUPolicy, ARCPolicy, ReusePolicy)
+REMEMBERED = 8  #: requests that are over, by tiers
 SOME = 200
 MANY = 1_000_000
 
@@ -110,9 +108,8 @@ class Engine:
 def test_they_leave_nothing_behind(
     policy: type[EvictionPolicy], lag: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a slow tier's requests, ``lru2`` and ``s3fifo`` kept some for ever, and their blocks."""
+    """A slow tier stores blocks of requests that no longer count as over: none ends again."""
     monkeypatch.setattr(bounded_tier, "ENDED_REQUESTS_MAX", REMEMBERED)
-    monkeypatch.setattr(QueuePolicy, "requests_max", REMEMBERED)
     engine = Engine(policy)
     engine.serve(SOME, lag)
     before = engine.sizes()

@@ -18,9 +18,7 @@ from kvtier.core.messages import RequestOrder
 from kvtier.engine.running_prefixes import RunningPrefixes
 from kvtier.policies.eviction.arc import ARCPolicy
 from kvtier.policies.eviction.lru import LRUPolicy
-from kvtier.policies.eviction.lru2 import LRU2Policy
 from kvtier.policies.eviction.reuse.policy import ReusePolicy
-from kvtier.policies.eviction.s3fifo import S3FIFOPolicy
 from tests.support.cell import open_test_runtime
 from tests.support.examples import TIMES, examples
 
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-POLICIES = [LRUPolicy, ARCPolicy, LRU2Policy, S3FIFOPolicy, ReusePolicy]
+POLICIES = [LRUPolicy, ARCPolicy, ReusePolicy]
 REQUESTS_MAX = 4
 
 

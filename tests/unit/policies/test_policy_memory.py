@@ -19,7 +19,7 @@ def test_a_policy_takes_memory_for_what_is_there_and_not_for_its_capacity() -> N
         "policy = make_policy(sys.argv[1], 150_000_000)\n"
         "print(resident() - before)\n"
     )
-    for name in ("arc", "lru", "lru2", "reuse", "s3fifo"):
+    for name in ("arc", "lru", "reuse"):
         run = subprocess.run(
             [sys.executable, "-c", program, name], capture_output=True, text=True, check=True
         )

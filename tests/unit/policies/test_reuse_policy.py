@@ -351,11 +351,9 @@ def test_it_learns_that_some_requests_come_back_and_others_do_not() -> None:
             policy.touch(order[: len(order) - len(new)], request)
             policy.admit(new, request, held=False)
             policy.end_request(request, order)
-    talk_chance = policy.chance_of_reuse(keys_of("ab"), "a new talk")
-    page_chance = policy.chance_of_reuse(keys_of("abcdefgh"), "a new page")
-    assert len(talk_chance) == 2
-    assert talk_chance[0] > 0.5
-    assert page_chance[0] < 0.2
+    first, gains = policy._cohorts.first, policy._model._gains
+    assert gains[first(2)].sum() > 0.5
+    assert gains[first(8), : age_bin(4000.0)].sum() < 0.2
 
 
 def test_it_learns_from_what_was_evicted_and_came_back() -> None:
@@ -399,7 +397,7 @@ def test_the_index_is_the_best_ratio_over_all_horizons(
                 for end in range(start + 1, AGE_BINS + 1)
             )
             assert model._index[cohort, start] == pytest.approx(best)
-        assert 0.0 <= model.chance[cohort] <= 1.0
+        assert 0.0 <= model._gains[cohort].sum() <= 1.0, "no more than all of them return"
 
 
 def test_index_of_one_and_of_all_cohorts_agree() -> None:
@@ -426,8 +424,9 @@ def test_a_cohort_that_was_seen_often_believes_its_own_eyes() -> None:
         if now % 100 == 0:
             model.refresh(float(now))
     model.refresh(5000.0)
-    assert model.chance[often] > 0.8
-    assert model.chance[never] < 0.2
+    seen = age_bin(1000.0)
+    assert model._gains[often, :seen].sum() > 0.8
+    assert model._gains[never, :seen].sum() < 0.2
 
 
 def test_every_cohort_has_one_number_and_fits_into_a_ghost() -> None:

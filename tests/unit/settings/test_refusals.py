@@ -63,7 +63,6 @@ NASTY: list[Any] = [
     *("/" + "x" * 5000, "/" + "x/" * 5000, "/dev/null", "{dp_rank}"),
     *([], [None], [{}], {}, {1: 2}, {"policy": None}, {"policy": "all", "threshold": 0.5}),
     {"policy": "second_touch", "remembered_blocks_max": 1 << 62},
-    {"policy": "predicted_reuse", "remembered_blocks_max": 1 << 62},
     {"load": {"delay_s": float("nan")}},
 ]
 values = (

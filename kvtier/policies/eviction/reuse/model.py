@@ -42,12 +42,6 @@ GUESS_VOTES: Final = 8.0
 HAZARD_GUESS: Final = 0.05
 """Used before any observation: alike in each half octave, so the index falls with age as in LRU."""
 
-RETURNS_MIN: Final = 100.0
-"""Until so many votes have returned, a chance takes the first guess for unknown ages."""
-
-AGES_AHEAD: Final = 4
-"""Bins past the oldest age seen for which a chance takes the first guess: four times that age."""
-
 HAZARD_MAX: Final = 0.9
 """A product of factors may exceed a chance."""
 
@@ -127,7 +121,7 @@ class ReuseModel:
         return float(index[low] + (at - low) * (index[low + 1] - index[low]))
 
     def refresh(self, now: float) -> None:
-        """Compute hazards and chances from the counts as they are ``now``.
+        """Compute hazards from the counts as they are ``now``.
 
         The indices follow in steps, by ``work``, so that no call takes long.
         """
@@ -141,15 +135,8 @@ class ReuseModel:
         at_risk = self._at_risk(now, entered, returned)
         hazards = self._hazards(returned, at_risk)
         alive = np.cumprod(1.0 - hazards, axis=1) / (1.0 - hazards)
-        returns = alive * hazards
-        # For ages that hardly any vote has reached yet there is only the first guess: it counts
-        # for the next ages to be reached, and for all while there is little else.
-        seen = int((at_risk.sum(axis=0) >= GUESS_VOTES).sum())
-        if returned.sum() < RETURNS_MIN:
-            seen = AGE_BINS
-        self.chance: Floats = returns[:, : seen + AGES_AHEAD].sum(axis=1)
-        self._gains = returns
-        self._costs = (alive - 0.5 * returns) * _WIDTHS
+        self._gains = alive * hazards
+        self._costs = (alive - 0.5 * self._gains) * _WIDTHS
         self._done = 0
 
     def work(self) -> bool:

@@ -263,22 +263,6 @@ class ReusePolicy(EvictionPolicy):
             cohort = self._cohorts.restored
             self._tree.place(self._tree.add(back, cohort, self._now), cohort, self._now)
 
-    def chance_of_reuse(self, keys: Sequence[Key], request: RequestId) -> list[float]:
-        """Return the chance that each key, about to be stored, is ever used again.
-
-        ``keys`` are the new blocks of a running request. The blocks that it has touched
-        show which conversation it continues.
-        """
-        tree, cohorts = self._tree, self._cohorts
-        turn, gap = 0, 0.0
-        running = self._running.get(request)
-        for node in running.nodes if running is not None else ():
-            turn = max(turn, cohorts.turn_of[tree.cohort[node]])
-            gap = max(gap, self._now - tree.used[node])
-        new = len(keys)
-        cohort = cohorts.turn(turn + 1, gap, new) if turn else cohorts.first(new)
-        return [float(self._model.chance[cohort])] * len(keys)
-
     # --- a chain of blocks that a request used ---
 
     def _use_order(self, request: RequestId, order: Sequence[Key]) -> None:
