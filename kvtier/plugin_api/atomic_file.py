@@ -1,4 +1,4 @@
-"""Writes a file whole, or not at all: reports and pictures of the ``kvtier`` command."""
+"""Writes a file whole, or not at all: reports of the ``kvtier`` command."""
 
 from __future__ import annotations
 

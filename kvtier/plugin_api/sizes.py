@@ -1,8 +1,9 @@
-"""Reads sizes and durations as people write them, in commands and configurations."""
+"""Reads and shows sizes and durations as people write them."""
 
 from __future__ import annotations
 
 import re
+import time
 from typing import Final
 
 from kvtier.errors import ConfigError
@@ -18,6 +19,25 @@ _SECONDS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DURATION: Final = re.compile(
     rf"\s*([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?)\s*({'|'.join(_SECONDS)})\s*", re.ASCII | re.IGNORECASE
 )
+
+_GIB: Final = 1 << 30
+_AGES: Final = (("d", 86_400), ("h", 3600), ("min", 60))
+
+
+def shown_gib(size: int) -> str:
+    """Return a size in GiB, with more digits where it is small."""
+    return f"{size / _GIB:,.1f}" if size >= _GIB else f"{size / _GIB:.4f}"
+
+
+def shown_age(since_s: int | None) -> str:
+    """Return how long ago a time was, in the largest unit that fits; "-" for None."""
+    if since_s is None:
+        return "-"
+    seconds = max(0, int(time.time()) - since_s)
+    for unit, length in _AGES:
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds} s"
 
 
 def parse_duration(text: str) -> float | None:

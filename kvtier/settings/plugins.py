@@ -10,6 +10,8 @@ from kvtier.errors import ConfigError, StorageUnusable, StoreFault
 from kvtier.plugin_api.admission_policy import AdmissionPolicy
 from kvtier.plugin_api.backend import Backend, BackendContext, Namespace
 from kvtier.plugin_api.eviction_policy import EvictionPolicy
+from kvtier.plugin_api.log import log
+from kvtier.plugin_api.offline import Offline
 from kvtier.plugin_api.options import Options, nearest_name, shown
 from kvtier.plugin_api.threads import BoundedCall
 from kvtier.settings.runtime_config import ADMIT_ALL
@@ -35,6 +37,7 @@ _MISTAKES: Final = frozenset(
 """These errors don't pass by themselves: a path is wrong."""
 
 BACKENDS: Final = "kvtier.backends"
+OFFLINE: Final = "kvtier.offline"
 POLICIES: Final = "kvtier.eviction_policies"
 ADMISSIONS: Final = "kvtier.admission_policies"
 
@@ -106,6 +109,20 @@ def backend_class(kind: str) -> type[Backend]:
     return found
 
 
+def offline_classes() -> dict[str, type[Offline]]:
+    """Return the classes that show a tier's storage to tools, by tier type.
+
+    One that can't be loaded is left out, with a warning: it must not keep others from use.
+    """
+    classes: dict[str, type[Offline]] = {}
+    for name in sorted(_installed(OFFLINE)):
+        try:
+            classes[name] = _find(OFFLINE, name, "tier type", Offline)
+        except ConfigError as fault:
+            log.warning("storage of a tier type cannot be shown", type=name, reason=str(fault))
+    return classes
+
+
 def lasting_tiers(tiers: Iterable[TierConfig]) -> list[str]:
     """Return the names of the tiers that outlive the engine's process, or are shared."""
     return [
@@ -169,11 +186,11 @@ def _find(group: str, name: str, key: str, base: type, also: Sequence[str] = ())
     if entry is None:
         names = sorted([*known, *also])
         near = nearest_name(name, names)
-        known_names = f"Known: {', '.join(names) or 'none'}. Choose one of these"
+        known_names = f". Known: {', '.join(names) or 'none'}. Choose one of these, or"
         raise ConfigError(
-            f"{key}={shown(name)} is not installed; "
-            + (f"did you mean {near!r}? If not" if near else known_names)
-            + f", or install the package that provides it (entry point {group})."
+            f"{key}={shown(name)} is not installed"
+            + (f"; did you mean {near!r}? If not," if near else known_names)
+            + f" install the package that provides it (entry point {group})."
         )
     try:
         found = entry.load()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-    from kvtier.tools.progress import Progress
+    from kvtier.plugin_api.progress import Progress
 
 SPEC_OF: Final = {
     KVTIER: {

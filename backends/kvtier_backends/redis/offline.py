@@ -7,22 +7,30 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from kvtier_backends.redis.client import ServerRefused
+from typing_extensions import override
+
+from kvtier.errors import ConfigError
+from kvtier.plugin_api.backend import BackendContext, Namespace
+from kvtier.plugin_api.offline import NamespaceBlocks
+from kvtier_backends.redis.addresses import SCHEMES
+from kvtier_backends.redis.client import RedisClient, ServerRefused
+from kvtier_backends.redis.redis_options import read_options
 from kvtier_backends.redis.topology import discover
-from kvtier_backends.shared.holdings import Holding, Wanted
 from kvtier_backends.shared.namespaces import (
     DESCRIPTION_BYTES_MAX,
     DescriptionDamaged,
     facts_of,
     parse_description_untrusted,
 )
+from kvtier_backends.shared.server_storage import ServerStorage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from kvtier_backends.redis.client import Commands, RedisClient
+    from kvtier.plugin_api.offline import Selection
+    from kvtier_backends.redis.client import Commands
     from kvtier_backends.redis.redis_options import RedisOptions
 
 NAMES_AT_ONCE: Final = 512
@@ -30,51 +38,60 @@ DESCRIPTION: Final = b"description"
 _HEX: Final = re.compile(rb"(?:[0-9a-f]{2})+")
 
 
-async def list_servers(
-    client: RedisClient, given: RedisOptions, advance: Callable[[int], None]
-) -> dict[str, Holding]:
-    """Return the contents by namespace. ``advance`` is called with each number of new names.
+class RedisStorage(ServerStorage):
+    """Redis and Valkey servers."""
 
-    Raises ``StoreFault``.
-    """
-    found: dict[str, Holding] = {}
-    async for run, names in _walk(client, given):
-        await _count(run, names, found)
-        for namespace, name in _descriptions(names):
-            holding = found.setdefault(namespace, Holding(namespace))
-            holding.describe(await _facts_untrusted(run, name))
-        advance(len(names))
-    return found
+    schemes: ClassVar[tuple[str, ...]] = SCHEMES
+
+    def __init__(self, client: RedisClient, given: RedisOptions) -> None:
+        self.place = given.place
+        self._client = client
+        self._given = given
+
+    @classmethod
+    @override
+    def from_options(cls, options: Mapping[str, Any]) -> RedisStorage:
+        reader, given = read_options(options, BackendContext(1, Namespace({}), "redis"))
+        return cls(RedisClient(given, reader), given)
+
+    @override
+    def refuse_selection(self, selection: Selection) -> None:
+        if selection.before_s is not None:
+            raise ConfigError(
+                "--older-than: these servers do not say how old a block is. Give the tier ttl_s, "
+                "or remove a whole namespace."
+            )
+
+    @override
+    async def _list(self, advance: Callable[[int], None]) -> dict[str, NamespaceBlocks]:
+        found: dict[str, NamespaceBlocks] = {}
+        async for run, names in _walk(self._client, self._given):
+            await _count(run, names, found)
+            for namespace, name in _descriptions(names):
+                blocks = found.setdefault(namespace, NamespaceBlocks(namespace))
+                blocks.describe(await _facts_untrusted(run, name))
+            advance(len(names))
+        return found
+
+    @override
+    async def _remove(
+        self, selection: Selection, advance: Callable[[int], None], *, dry: bool
+    ) -> tuple[dict[str, NamespaceBlocks], int]:
+        gone: dict[str, NamespaceBlocks] = {}
+        failed = 0
+        async for run, names in _walk(self._client, self._given):
+            going = {name: parts for name, parts in names.items() if _is_going(selection, *parts)}
+            await _count(run, going, gone)
+            answers = await run([("UNLINK", name) for name in going]) if going and not dry else []
+            failed += sum(isinstance(answer, ServerRefused) for answer in answers)
+            advance(len(going))
+        return gone, failed
 
 
-async def purge_servers(
-    client: RedisClient,
-    given: RedisOptions,
-    wanted: Wanted,
-    advance: Callable[[int], None],
-    *,
-    dry: bool,
-) -> tuple[dict[str, Holding], int]:
-    """Remove blocks. Returns the removed ones, and how many could not be removed.
-
-    Descriptions go with whole namespaces; a running engine writes its own again. ``dry``:
-    removes nothing. Raises ``StoreFault``.
-    """
-    gone: dict[str, Holding] = {}
-    failed = 0
-    async for run, names in _walk(client, given):
-        going = {name: parts for name, parts in names.items() if _is_going(wanted, *parts)}
-        await _count(run, going, gone)
-        answers = await run([("UNLINK", name) for name in going]) if going and not dry else []
-        failed += sum(isinstance(answer, ServerRefused) for answer in answers)
-        advance(len(going))
-    return gone, failed
-
-
-def _is_going(wanted: Wanted, namespace: str, rest: bytes) -> bool:
+def _is_going(selection: Selection, namespace: str, rest: bytes) -> bool:
     if rest == DESCRIPTION:
-        return wanted.are_whole_namespaces and wanted.namespace in (None, namespace)
-    return wanted.has(namespace, _key(rest))
+        return selection.are_whole_namespaces and selection.namespace in (None, namespace)
+    return selection.has(namespace, _key(rest))
 
 
 def _key(rest: bytes) -> bytes:
@@ -118,12 +135,12 @@ def _descriptions(names: _Names) -> Sequence[tuple[str, bytes]]:
     return [(namespace, name) for name, (namespace, rest) in names.items() if rest == DESCRIPTION]
 
 
-async def _count(run: Commands, names: _Names, into: dict[str, Holding]) -> None:
+async def _count(run: Commands, names: _Names, into: dict[str, NamespaceBlocks]) -> None:
     blocks = [(name, *parts) for name, parts in names.items() if parts[1] != DESCRIPTION]
     sizes = await run([("STRLEN", name) for name, *_ in blocks]) if blocks else []
     for (_, namespace, rest), size in zip(blocks, sizes, strict=True):
-        holding = into.setdefault(namespace, Holding(namespace))
-        holding.add(_key(rest), size if isinstance(size, int) else 0)
+        held = into.setdefault(namespace, NamespaceBlocks(namespace))
+        held.add(_key(rest), size if isinstance(size, int) else 0)
 
 
 async def _facts_untrusted(run: Commands, name: bytes) -> dict[str, Any]:

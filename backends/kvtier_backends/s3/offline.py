@@ -7,22 +7,30 @@ A listing names up to a thousand objects a request, with their sizes and when th
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
+from typing_extensions import override
+
+from kvtier.plugin_api.backend import BackendContext, Namespace
+from kvtier.plugin_api.offline import NamespaceBlocks
+from kvtier_backends.s3.client import S3Client, make_store
+from kvtier_backends.s3.credentials import credentials_of
 from kvtier_backends.s3.error_codes import Failure
 from kvtier_backends.s3.failures import RequestFailed, WrongLength
-from kvtier_backends.shared.holdings import Holding, Wanted
+from kvtier_backends.s3.s3_options import SCHEMES, address_of, read_options
 from kvtier_backends.shared.namespaces import (
     DESCRIPTION_BYTES_MAX,
     DescriptionDamaged,
     facts_of,
     parse_description_untrusted,
 )
+from kvtier_backends.shared.server_storage import ServerStorage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from kvtier_backends.s3.client import S3Client
+    from kvtier.plugin_api.offline import Selection
     from kvtier_backends.s3.s3_options import Address
 
 RETRIES_MAX: Final = 8
@@ -45,62 +53,66 @@ class _Found(NamedTuple):
     stored_s: float
 
 
-async def list_bucket(
-    client: S3Client, address: Address, advance: Callable[[int], None]
-) -> dict[str, Holding]:
-    """Return the contents by namespace. ``advance`` is called with each number of new names.
+class S3Storage(ServerStorage):
+    """The bucket of an object store."""
 
-    Raises ``StoreFault``.
-    """
-    held: dict[str, Holding] = {}
-    async for found in _walk(client, address):
-        for each in found:
-            holding = held.setdefault(each.namespace, Holding(each.namespace))
-            if each.key is None:
-                holding.describe(await _facts_untrusted(client, each.name))
-            else:
-                holding.add(each.key, each.size, each.stored_s)
-        advance(len(found))
-    return held
+    schemes: ClassVar[tuple[str, ...]] = SCHEMES
+
+    def __init__(self, client: S3Client, address: Address) -> None:
+        self.place = str(address)
+        self._client = client
+        self._address = address
+
+    @classmethod
+    @override
+    def from_options(cls, options: Mapping[str, Any]) -> S3Storage:
+        given, reader = read_options(options, BackendContext(1, Namespace({}), "s3"))
+        address = address_of(given, reader)
+        credentials = credentials_of(given, reader)
+        of_tier = partial(make_store, given, address, where=reader.where)
+        return cls(S3Client(partial(of_tier, retries_max=RETRIES_MAX), credentials), address)
+
+    @override
+    async def _list(self, advance: Callable[[int], None]) -> dict[str, NamespaceBlocks]:
+        held: dict[str, NamespaceBlocks] = {}
+        async for found in _walk(self._client, self._address):
+            for each in found:
+                blocks = held.setdefault(each.namespace, NamespaceBlocks(each.namespace))
+                if each.key is None:
+                    blocks.describe(await _facts_untrusted(self._client, each.name))
+                else:
+                    blocks.add(each.key, each.size, each.stored_s)
+            advance(len(found))
+        return held
+
+    @override
+    async def _remove(
+        self, selection: Selection, advance: Callable[[int], None], *, dry: bool
+    ) -> tuple[dict[str, NamespaceBlocks], int]:
+        gone: dict[str, NamespaceBlocks] = {}
+        failed = 0
+        async for found in _walk(self._client, self._address):
+            going = [each for each in found if _is_going(selection, each)]
+            try:
+                if going and not dry:
+                    await self._client.remove([each.name for each in going])
+            except RequestFailed as refused:
+                if refused.failure not in _SERVER_SAYS_NO:
+                    raise
+                failed += len(going)
+                continue
+            for each in going:
+                if each.key is not None:
+                    blocks = gone.setdefault(each.namespace, NamespaceBlocks(each.namespace))
+                    blocks.add(each.key, each.size, each.stored_s)
+            advance(len(going))
+        return gone, failed
 
 
-async def purge_bucket(
-    client: S3Client,
-    address: Address,
-    wanted: Wanted,
-    advance: Callable[[int], None],
-    *,
-    dry: bool,
-) -> tuple[dict[str, Holding], int]:
-    """Remove blocks. Returns the removed ones, and how many objects could not be removed.
-
-    Descriptions go with whole namespaces; a running engine writes its own again. ``dry``:
-    removes nothing. Raises ``StoreFault``.
-    """
-    gone: dict[str, Holding] = {}
-    failed = 0
-    async for found in _walk(client, address):
-        going = [each for each in found if _is_going(wanted, each)]
-        try:
-            if going and not dry:
-                await client.remove([each.name for each in going])
-        except RequestFailed as refused:
-            if refused.failure not in _SERVER_SAYS_NO:
-                raise
-            failed += len(going)
-            continue
-        for each in going:
-            if each.key is not None:
-                holding = gone.setdefault(each.namespace, Holding(each.namespace))
-                holding.add(each.key, each.size, each.stored_s)
-        advance(len(going))
-    return gone, failed
-
-
-def _is_going(wanted: Wanted, found: _Found) -> bool:
+def _is_going(selection: Selection, found: _Found) -> bool:
     if found.key is None:
-        return wanted.are_whole_namespaces and wanted.namespace in (None, found.namespace)
-    return wanted.has(found.namespace, found.key, found.stored_s)
+        return selection.are_whole_namespaces and selection.namespace in (None, found.namespace)
+    return selection.has(found.namespace, found.key, found.stored_s)
 
 
 async def _walk(client: S3Client, address: Address) -> AsyncIterator[Sequence[_Found]]:

@@ -19,7 +19,6 @@ from kvtier.tools.cli.terminal import progress, table, write_json
 from kvtier_backends.shared.compression import COMPRESSION
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
     from kvtier.tools.bench.tier import TierLegs
@@ -30,29 +29,23 @@ _OPTIONS_OF_KEYS: Final = tuple(
 )
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(tiers: Sequence[str], sizes: str, options: TierBenchOptions, json_file: str | None) -> None:
     """Measure one tier after the other, print a table for each, write the file."""
-    tiers = [_tier(text, number) for number, text in enumerate(arguments.tier, start=1)]
-    sizes = block_sizes(arguments.block_bytes)
-    options = TierBenchOptions(
-        leg_bytes=read_bytes(arguments.bytes, "--bytes"),
-        rounds=arguments.rounds,
-        protection=arguments.protection,
-        compression=arguments.compression,
-    )
+    configs = [_tier(text, number) for number, text in enumerate(tiers, start=1)]
+    block_bytes = block_sizes(sizes)
     report: dict[str, Any] = {**about_machine(), "options": asdict(options), "tiers": []}
-    for tier in tiers:
+    for tier in configs:
         found: list[tuple[TierLegs, Sequence[CallFigures]]] = []
         try:
-            for size in sizes:
+            for size in block_bytes:
                 measured = _measure(tier, size, options)
                 found.append((measured, figures(measured)))
         finally:  # a size that can't be measured, or Ctrl-C, takes nothing from those before it
             if found:
                 _print_figures(tier, found, options)
         report["tiers"].append(_to_json(tier, found))
-    if arguments.json:
-        write_json(arguments.json, report)
+    if json_file:
+        write_json(json_file, report)
 
 
 def _tier(text: str, number: int) -> TierConfig:

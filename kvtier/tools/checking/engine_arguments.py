@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from cyclopts import Parameter
 
 from kvtier.errors import ConfigError
 from kvtier.tools.sizing.geometry import read_geometry
@@ -18,17 +20,32 @@ BLOCK_TOKENS: Final = 16
 """vLLM's ``--block-size``, unless it is told otherwise, or the device wants larger ones."""
 
 
-@dataclass(frozen=True)
+@Parameter(name="*", group="What vLLM is given")
+@dataclass(frozen=True, kw_only=True)
 class EngineArguments:
     """Arguments of vLLM, by their names there, and what ``{dp_rank}`` stands for."""
 
-    model: str | None = None
-    load_format: str = "auto"
-    block_size: int | None = None
-    tensor_parallel_size: int = 1
-    kv_cache_dtype: str = "auto"
-    kv_offloading_size: float | None = None  #: in GiB
-    dp_rank: int = 0
+    model: Annotated[str | None, Parameter(metavar="MODEL")] = None
+    """finds weights that nothing tells from others; a folder with its config.json also says how
+    large a block is"""
+
+    load_format: Annotated[str, Parameter(metavar="FORMAT")] = "auto"
+    """as vLLM gets it"""
+
+    block_size: Annotated[int | None, Parameter(metavar="TOKENS")] = None
+    """tokens in vLLM's blocks; by default 16"""
+
+    tensor_parallel_size: Annotated[int, Parameter(metavar="N")] = 1
+    """as vLLM gets it"""
+
+    kv_cache_dtype: Annotated[str, Parameter(metavar="NAME")] = "auto"
+    """as vLLM gets it"""
+
+    kv_offloading_size: Annotated[float | None, Parameter(metavar="GIB")] = None
+    """in place of cpu_bytes_to_use"""
+
+    dp_rank: Annotated[int, Parameter(metavar="N")] = 0
+    """number of the engine that {dp_rank} stands for"""
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a size that none can have."""

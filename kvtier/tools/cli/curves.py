@@ -1,41 +1,39 @@
-"""``kvtier replay TRACE --policies ...``: hit ratio against capacity, policies alone.
-
-No subcommand of its own: ``replay`` calls ``run_curves`` instead of the player
-when ``--policies`` was given. It needs ``arguments.trace``, and what the three
-functions of ``kvtier/tools/cli/options.py`` add.
-"""
+"""What ``kvtier replay --policies`` does: hit ratio against capacity, policies alone."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from kvtier.tools.cli.exit_status import INTERRUPTED
-from kvtier.tools.cli.terminal import progress, table, write_json
-from kvtier.tools.cli.trace_input import check_report_options, describe, read_trace_in_sight
+from kvtier.tools.cli.terminal import check_can_write, progress, table, write_json
+from kvtier.tools.cli.trace_input import describe, read_trace_in_sight
 from kvtier.tools.replay import curves
-from kvtier.tools.replay.pictures import draw_curves
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from kvtier.tools.replay.curves import CurvePoint, Workload
+    from kvtier.tools.cli.options import TraceOptions
+    from kvtier.tools.replay.curves import CurvePoint
     from kvtier.tools.replay.traces import Trace
 
-PICTURE: Final = "hit_ratio_by_capacity.png"
 
-
-def run_curves(arguments: argparse.Namespace) -> int:
-    """Print the table, and write the report and the picture if asked. Returns the exit status.
+def run_curves(
+    trace_file: str,
+    reading: TraceOptions,
+    policy_names: str,
+    capacity_shares: str,
+    json_file: str | None,
+) -> int:
+    """Print the table, and write the report if asked. Returns the exit status.
 
     After Ctrl-C it does so with what it has by then, and says that it is incomplete.
     """
-    policies = [*curves.parse_policies(arguments.policies), curves.MIN]
-    check_report_options(arguments)
-    trace = read_trace_in_sight(arguments.trace, arguments)
+    policies = [*curves.parse_policies(policy_names), curves.MIN]
+    if json_file:
+        check_can_write(json_file)
+    trace = read_trace_in_sight(trace_file, reading)
     workload = curves.Workload(trace)
-    capacities = curves.parse_capacities(arguments.capacities, workload.distinct_blocks)
+    capacities = curves.parse_capacities(capacity_shares, trace.distinct_blocks)
     found: dict[str, list[CurvePoint]] = {policy: [] for policy in policies}
     complete = False
     try:
@@ -47,44 +45,26 @@ def run_curves(arguments: argparse.Namespace) -> int:
         complete = True
     except KeyboardInterrupt:
         pass
-    _report(arguments, trace, workload, capacities, found, complete=complete)
-    return 0 if complete else INTERRUPTED
-
-
-def _report(
-    arguments: argparse.Namespace,
-    trace: Trace,
-    workload: Workload,
-    capacities: Sequence[int],
-    found: dict[str, list[CurvePoint]],
-    *,
-    complete: bool,
-) -> None:
-    shares = [f"{100 * capacity / workload.distinct_blocks:.3g} %" for capacity in capacities]
+    endless = workload.endless_hit_ratio()
     table(
         f"Hit ratio of {trace.name}{'' if complete else ' (interrupted: incomplete)'}\n"
         f"{len(trace.requests):,} requests, {trace.references:,} references to "
         f"{trace.distinct_blocks:,} blocks of {trace.block_tokens} tokens; "
-        f"an endless cache: {workload.endless_hit_ratio():.4f}",
-        ["policy", *shares, "seconds"],
+        f"an endless cache: {endless:.4f}",
+        [
+            "policy",
+            *(f"{100 * each / trace.distinct_blocks:.3g} %" for each in capacities),
+            "seconds",
+        ],
         [
             ["", *(f"{capacity:,}" for capacity in capacities), ""],
             *(_row(policy, points, len(capacities)) for policy, points in found.items()),
         ],
     )
-    if arguments.json:
-        write_json(arguments.json, _json(trace, workload, found, complete=complete))
-        print(f"Figures: {arguments.json}")
-    if arguments.pictures and any(found.values()):
-        picture = Path(arguments.pictures) / PICTURE
-        draw_curves(
-            picture,
-            f"Hit ratio against capacity: {trace.name}",
-            {policy: points for policy, points in found.items() if points},
-            distinct_blocks=workload.distinct_blocks,
-            block_bytes=getattr(arguments, "block_bytes", None),
-        )
-        print(f"Picture: {picture}")
+    if json_file:
+        write_json(json_file, _json(trace, endless, found, complete=complete))
+        print(f"Figures: {json_file}")
+    return 0 if complete else INTERRUPTED
 
 
 def _row(policy: str, points: Sequence[CurvePoint], columns: int) -> list[str]:
@@ -94,21 +74,18 @@ def _row(policy: str, points: Sequence[CurvePoint], columns: int) -> list[str]:
 
 
 def _json(
-    trace: Trace, workload: Workload, found: dict[str, list[CurvePoint]], *, complete: bool
+    trace: Trace, endless: float, found: Mapping[str, Sequence[CurvePoint]], *, complete: bool
 ) -> dict[str, Any]:
     return {
         "report": "kvtier replay --policies",
         "complete": complete,
         "trace": describe(trace),
-        "endless_hit_ratio": workload.endless_hit_ratio(),
+        "endless_hit_ratio": endless,
         "policies": {
             policy: [
                 {
-                    "capacity_blocks": point.capacity_blocks,
-                    "capacity_share": point.capacity_blocks / workload.distinct_blocks,
-                    "hits": point.hits,
-                    "hit_ratio": point.hit_ratio,
-                    "seconds": point.seconds,
+                    **point._asdict(),
+                    "capacity_share": point.capacity_blocks / trace.distinct_blocks,
                 }
                 for point in points
             ]

@@ -1,67 +1,69 @@
-"""Keep the folder of an fs tier within a size: remove what was used least recently.
-
-For a folder that nobody cleans, such as the one that vLLM's own fs tier fills: run it from a cron
-job, or beside the engines with --every. Engines that use the folder need not know of it. Which
-blocks engines with capacity_bytes have used is known; of all others the times of the files count.
-The exit status is 0 if the folder holds no more than --capacity afterwards, 1 if it does, and 2 if
-the folder or an option was refused.
-"""
+"""``kvtier evict``: bounds a folder from outside."""
 
 from __future__ import annotations
 
-import json
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from cyclopts import Parameter
 
 from kvtier.errors import ConfigError
 from kvtier.tools.cli.exit_status import INTERRUPTED
-from kvtier.tools.cli.options import add_fs_folder_options
+from kvtier.tools.cli.options import Json, StoragePlace
 
 if TYPE_CHECKING:
-    import argparse
+    from kvtier.plugin_api.offline import Offline
 
 OVER: Final = 1
 """The exit status if the folder still holds more."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_fs_folder_options(parser)
-    parser.add_argument(
-        "--capacity", metavar="SIZE", required=True, help="what the folder may hold: 500GB, 2TiB"
-    )
-    how_often = parser.add_mutually_exclusive_group()
-    how_often.add_argument(
-        "--once", action="store_true", help="clean once, then end (this is the default)"
-    )
-    how_often.add_argument(
-        "--every", metavar="SECONDS", type=float, help="clean again and again, until interrupted"
-    )
+def evict(
+    path: StoragePlace,
+    /,
+    *,
+    capacity: Annotated[str, Parameter(metavar="SIZE")],
+    every: Annotated[float | None, Parameter(metavar="SECONDS")] = None,
+    once: bool = False,
+    json: Json = None,
+) -> int:
+    """Keep the folder of an fs tier within a size: remove what was used least recently.
 
+    For a folder that nobody cleans, such as the one that vLLM's own fs tier fills: run it from a
+    cron job, or beside the engines with --every. Engines that use the folder need not know of it.
+    Which blocks engines with capacity_bytes have used is known; of all others the times of the
+    files count. The exit status is 0 if the folder holds no more than --capacity afterwards, 1 if
+    it does, and 2 if the folder or an option was refused.
 
-def run(arguments: argparse.Namespace) -> int:
-    """Clean the folder and report. Returns the exit status."""
+    Parameters
+    ----------
+    capacity
+        what the folder may hold: 500GB, 2TiB
+    every
+        clean again and again, until interrupted
+    once
+        clean once, then end (this is the default)
+    """
     from kvtier.plugin_api.sizes import read_bytes  # noqa: PLC0415 - heavy imports stay out of other runs
-    from kvtier.tools.cli import folders  # noqa: PLC0415 - as above
+    from kvtier.tools.cli import storage  # noqa: PLC0415 - as above
+    from kvtier.tools.cli.terminal import report  # noqa: PLC0415 - as above
 
-    capacity = read_bytes(arguments.capacity, "--capacity")
-    if arguments.every is not None and not 0 < arguments.every < threading.TIMEOUT_MAX:
-        raise ConfigError(f"--every {arguments.every:g} must be a number of seconds above 0.")
-    folders.check(arguments)
-    while True:
-        figures = _clean(arguments.path, capacity)
-        if arguments.every is None:
-            folders.report(arguments, figures, _show)
-            break
-        if arguments.json == "-":
-            print(json.dumps(figures, allow_nan=False), flush=True)
-        else:
-            folders.report(arguments, figures, _show)
-        if not figures["complete"] or _was_interrupted(arguments.every):
-            return INTERRUPTED
-    if not figures["complete"]:
-        return INTERRUPTED
-    return OVER if figures["bytes_left"] > capacity else 0
+    capacity_bytes = read_bytes(capacity, "--capacity")
+    if every is not None and once:
+        raise ConfigError("--every excludes --once. Give one of them.")
+    if every is not None and not 0 < every < threading.TIMEOUT_MAX:
+        raise ConfigError(f"--every {every:g} must be a number of seconds above 0.")
+    with storage.opened(path, json) as offline:
+        while True:
+            figures = _shrink(offline, capacity_bytes)
+            report(json, figures, partial(_show, figures), in_one_line=every is not None)
+            if not figures["complete"]:
+                return INTERRUPTED
+            if every is None:
+                return OVER if figures["bytes_left"] > capacity_bytes else 0
+            if _was_interrupted(every):
+                return INTERRUPTED
 
 
 def _was_interrupted(seconds: float) -> bool:
@@ -73,39 +75,34 @@ def _was_interrupted(seconds: float) -> bool:
     return False
 
 
-def _clean(path: str, capacity: int) -> dict[str, Any]:
-    from kvtier.tools.cli.folders import refusing  # noqa: PLC0415 - as in run
-    from kvtier_backends.fs.offline.evicting import evict_to  # noqa: PLC0415 - as in run
-    from kvtier_backends.fs.offline.inspection import FsFolder  # noqa: PLC0415 - as in run
-
-    with refusing(path), FsFolder(path) as folder:
-        done = evict_to(folder, capacity, lambda _count: None)
-        return {
-            "path": folder.path,
-            "complete": done.is_complete,
-            "capacity_bytes": capacity,
-            "blocks": done.blocks,
-            "bytes": done.bytes,
-            "other_bytes": done.others,
-            "blocks_removed": done.removed_blocks,
-            "bytes_removed": done.removed_bytes,
-            "bytes_left": done.left,
-            "blocks_failed": done.failed,
-            "reason": done.reason,
-        }
+def _shrink(offline: Offline, capacity: int) -> dict[str, Any]:
+    done = offline.shrink(capacity)
+    return {
+        "path": offline.place,
+        "complete": done.is_complete,
+        "capacity_bytes": capacity,
+        "blocks": done.blocks,
+        "bytes": done.bytes,
+        "other_bytes": done.other_bytes,
+        "blocks_removed": done.blocks_removed,
+        "bytes_removed": done.bytes_removed,
+        "bytes_left": done.bytes_left,
+        "blocks_failed": done.blocks_failed,
+        "reason": done.reason,
+    }
 
 
 def _show(figures: dict[str, Any]) -> None:
-    from kvtier.tools.cli.folders import gib  # noqa: PLC0415 - as in run
+    from kvtier.plugin_api.sizes import shown_gib  # noqa: PLC0415 - as in evict
 
     print(
         f"{figures['path']}: removed {figures['blocks_removed']:,} of {figures['blocks']:,} "
-        f"blocks, {gib(figures['bytes_removed'])} GiB. Left: {gib(figures['bytes_left'])} of "
-        f"{gib(figures['capacity_bytes'])} GiB."
+        f"blocks, {shown_gib(figures['bytes_removed'])} GiB. Left: "
+        f"{shown_gib(figures['bytes_left'])} of {shown_gib(figures['capacity_bytes'])} GiB."
     )
     if figures["blocks_failed"]:
         print(f"{figures['blocks_failed']:,} blocks could not be removed: {figures['reason']}.")
     if figures["other_bytes"] > figures["capacity_bytes"]:
-        print(f"Files that are no blocks take {gib(figures['other_bytes'])} GiB of it.")
+        print(f"Files that are no blocks take {shown_gib(figures['other_bytes'])} GiB of it.")
     if not figures["complete"]:
         print("Interrupted: the rest is as it was.")

@@ -1,31 +1,59 @@
-"""Namespaces of a folder or of servers: which one is meant, and in what they differ."""
+"""Namespaces of a tier's storage: tables of them, which one is meant, and in what they differ."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.errors import ConfigError
-from kvtier.tools.cli.folders import age, gib
+from kvtier.plugin_api.sizes import shown_age, shown_gib
 from kvtier.tools.cli.terminal import table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from kvtier.plugin_api.offline import NamespaceBlocks
 
 NAMESPACES_MAX: Final = 8
 FACTS_MAX: Final = 40
 _VALUE_CHARACTERS_MAX: Final = 26
 _MODEL: Final = "model_name"
 _MISSING: Final = "(missing)"
+_DIGITS_SHOWN: Final = 12
 
 
-def the_one_meant(given: str | None, known: Sequence[str]) -> str | None:
-    """Return the namespace that ``--namespace`` names; None: it was not given.
+def _digest(name: str | None) -> str:
+    """Return as much of a namespace's or a key's digest as people compare by eye."""
+    return "-" if name is None else name.rpartition("_")[2][:_DIGITS_SHOWN]
 
-    Raises ``ConfigError``.
-    """
-    if given is None:
-        return None
+
+class _Column(NamedTuple):
+    """A figure of a namespace, as people read it."""
+
+    name: str
+    title: str
+    show: Callable[[Any], str]
+
+
+_COLUMNS: Final = (
+    _Column("namespace", "namespace", lambda name: name if "_" in name else _digest(name)),
+    _Column("key_id", "key id", _digest),
+    _Column("block_bytes", "block bytes", "{:,}".format),
+    _Column("blocks", "blocks", "{:,}".format),
+    _Column("bytes", "GiB", shown_gib),
+    _Column("dead_blocks", "dead", "{:,}".format),
+    _Column("dead_bytes", "GiB dead", shown_gib),
+    _Column("slots", "slots", "{:,}".format),
+    _Column("oldest_s", "oldest", shown_age),
+    _Column("newest_s", "newest", shown_age),
+)
+_ALWAYS: Final = frozenset({"namespace", "blocks", "bytes"})
+_IF_ANY: Final = frozenset({"dead_blocks", "dead_bytes", "oldest_s", "newest_s"})
+
+
+def the_one_meant(given: str, namespaces: Iterable[str]) -> str:
+    """Return the namespace that ``--namespace`` names. Raises ``ConfigError``."""
+    known = sorted(set(namespaces))
     meant = [
         name for name in known if name == given or name.rpartition("_")[2].startswith(given.lower())
     ]
@@ -38,32 +66,33 @@ def the_one_meant(given: str | None, known: Sequence[str]) -> str | None:
     return meant[0]
 
 
-def show_namespaces(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Show what there is of each, what of it is dead, and how old it is, where that is known."""
-    columns = ["namespace", "blocks", "GiB"]
-    cells = [[row["namespace"], f"{row['blocks']:,}", gib(row["bytes"])] for row in rows]
-    if any(row["dead_blocks"] for row in rows):
-        columns += ["dead", "GiB dead"]
-        for row, shown in zip(rows, cells, strict=True):
-            shown += [f"{row['dead_blocks']:,}", gib(row["dead_bytes"])]
-    if any(row["oldest_s"] is not None for row in rows):
-        columns += ["oldest", "newest"]
-        for row, shown in zip(rows, cells, strict=True):
-            shown += [age(row["oldest_s"]), age(row["newest_s"])]
-    table(title, columns, cells)
+def figures_of(namespaces: Iterable[NamespaceBlocks]) -> list[dict[str, Any]]:
+    """Return their rows of a report, the largest first."""
+    rows = [each.figures() for each in namespaces]
+    return sorted(rows, key=lambda row: row["bytes"], reverse=True)
 
 
-def show_removed(figures: Mapping[str, Any], show: Callable[[str, list[Any]], None]) -> None:
-    """Say what ``purge`` has removed. ``show``: a table with that title, and those rows."""
-    verb = "Would be removed" if figures["dry_run"] else "Removed"
-    if figures["namespaces"]:
-        show(verb, figures["namespaces"])
-    size = f"{figures['blocks']:,} blocks, {gib(figures['bytes'])} GiB"
-    print(f"{figures['path']}: {verb.lower()}: {size}.")
-    if figures["blocks_failed"]:
-        print(f"{figures['blocks_failed']:,} blocks could not be removed.")
-    if not figures["complete"]:
-        print("Interrupted: the rest is as it was.")
+def sums_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the blocks and bytes of all rows."""
+    return {name: sum(row[name] for row in rows) for name in ("blocks", "bytes")}
+
+
+def summed_up(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the same for people."""
+    sums = sums_of(rows)
+    return f"{sums['blocks']:,} blocks, {shown_gib(sums['bytes'])} GiB"
+
+
+def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Show the columns that the rows have; those of ``_IF_ANY`` only if one says something."""
+    columns = [
+        column
+        for column in _COLUMNS
+        if (column.name in rows[0] if rows else column.name in _ALWAYS)
+        and (column.name not in _IF_ANY or any(row[column.name] for row in rows))
+    ]
+    cells = [[column.show(row[column.name]) for column in columns] for row in rows]
+    table(title, [column.title for column in columns], cells)
 
 
 def differences(facts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -74,9 +103,9 @@ def differences(facts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
 
 
-def show_differences(names: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> None:
-    """Show them, and whose model it is. ``names``: as in the table above."""
-    known = [(name, each) for name, each in zip(names, facts, strict=True) if each]
+def show_differences(namespaces: Sequence[Mapping[str, Any]]) -> None:
+    """Show them, and whose model it is. Names are as short as ``--namespace`` takes them."""
+    known = [(_digest(each["namespace"]), each["facts"]) for each in namespaces if each["facts"]]
     known = known[:NAMESPACES_MAX]
     rows = differences([each for _, each in known])
     if known and not any(row["fact"] == _MODEL for row in rows):

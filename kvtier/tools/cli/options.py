@@ -1,84 +1,173 @@
-"""Options that several commands have. A light module: each start of ``kvtier`` reads it."""
+"""The options of the commands, in groups. A light module: each start of ``kvtier`` reads it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
 
-if TYPE_CHECKING:
-    import argparse
-
-CAPACITIES: Final = "1%,2%,5%,10%,20%,50%"
+from cyclopts import Parameter
 
 
-def add_trace_options(parser: argparse.ArgumentParser) -> None:
-    """Add how to read the trace. The trace itself is for the command to add."""
-    group = parser.add_argument_group("reading the trace")
-    group.add_argument(
-        "--format",
-        choices=("auto", "mooncake", "qwen-bailian", "plain"),
-        default="auto",
-        help="format of the trace (default: recognised by its fields)",
-    )
-    group.add_argument(
-        "--block-tokens",
-        type=int,
-        metavar="N",
-        help="tokens in one block of the trace (default: 512 for mooncake, 16 for the others)",
-    )
-    group.add_argument(
-        "--on-bad-line",
-        choices=("stop", "skip"),
-        default="stop",
-        help="what to do with a line that is no request (default: %(default)s)",
-    )
-    group.add_argument("--limit", type=int, metavar="N", help="read only the first N requests")
+def _shown_default(value: object) -> str | None:
+    """Return a default as ``--help`` shows it; a flag that is off by default needs none."""
+    return None if value is None or value is False else str(value)
 
 
-def add_folder_options(parser: argparse.ArgumentParser, *, or_servers: bool = False) -> None:
-    """Add which folder of a tier to work on, or which servers, and where to write the figures."""
-    about = "the folder: the disk tier's path, or the fs tier's root_dir"
-    if or_servers:
-        about += "; or redis://host:port, s3://bucket/prefix, or such a tier's entry as JSON"
-    _add_folder(parser, about)
+DEFAULTS: Final = Parameter(negative=(), show_default=_shown_default, allow_repeating=True)
+"""Of every option: a flag has no opposite, since all are off by default; the last value counts."""
 
-
-def is_server(path: str) -> bool:
-    """Tell whether this names a server, and no folder."""
-    return path.lstrip().startswith("{") or "://" in path
-
-
-def add_fs_folder_options(parser: argparse.ArgumentParser) -> None:
-    """Add which folder of an fs tier to work on, and where to write what was found."""
-    _add_folder(parser, "the folder: the root_dir of an fs tier, kvtier's or vLLM's")
-
-
-def _add_folder(parser: argparse.ArgumentParser, about: str) -> None:
-    parser.add_argument("path", metavar="PATH", help=about)
-    parser.add_argument(
-        "--json",
+Json = Annotated[
+    str | None,
+    Parameter(
         metavar="FILE",
+        allow_leading_hyphen=True,
         help="write all figures to FILE, as JSON; - writes them to stdout, and no tables",
-    )
+    ),
+]
+"""Where to write figures, for commands that can write them to stdout."""
+
+JsonFile = Annotated[
+    str | None,
+    Parameter(metavar="FILE", allow_leading_hyphen=True, help="write all figures to FILE, as JSON"),
+]
+"""The same for the others."""
+
+StoragePlace = Annotated[
+    str,
+    Parameter(
+        help="the folder: a disk tier's path, or an fs tier's root_dir; an address such as "
+        "redis://host:port or s3://bucket/prefix; or the tier's entry of secondary_tiers as JSON"
+    ),
+]
+
+Count = Annotated[int | None, Parameter(metavar="N")]
+Size = Annotated[str, Parameter(metavar="SIZE")]
+Sizes = Annotated[str, Parameter(metavar="SIZES")]
 
 
-def add_report_options(parser: argparse.ArgumentParser) -> None:
-    """Add where to write what was found."""
-    parser.add_argument("--json", metavar="FILE", help="write all figures to FILE, as JSON")
-    parser.add_argument("--pictures", metavar="DIR", help="write a plot into the folder DIR")
+@Parameter(name="*", group="Reading the trace")
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """How to read a trace of requests."""
+
+    format: Literal["auto", "mooncake", "qwen-bailian", "plain"] = "auto"
+    """format of the trace; by default recognised by its fields"""
+
+    block_tokens: Count = None
+    """tokens in one block of the trace; by default 512 for mooncake, 16 for the others"""
+
+    on_bad_line: Literal["stop", "skip"] = "stop"
+    """what to do with a line that is no request"""
+
+    limit: Count = None
+    """read only the first N requests"""
 
 
-def add_curve_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that ask for curves. If ``policies`` is given, call ``curves.run_curves``."""
-    group = parser.add_argument_group("policies alone, without the runtime")
-    group.add_argument(
-        "--policies",
-        metavar="NAMES",
-        help="compare these eviction policies (a,b or all) and MIN, which knows the future",
-    )
-    group.add_argument(
-        "--capacities",
-        metavar="SIZES",
-        default=CAPACITIES,
-        help="capacities to compare: blocks, or shares of the trace's distinct blocks "
-        "(default: %(default)s)",
-    )
+@Parameter(name="*", group="Tiers")
+@dataclass(frozen=True, kw_only=True)
+class TierOptions:
+    """The tiers that a trace is played on."""
+
+    config: Annotated[str | None, Parameter(metavar="FILE")] = None
+    """kv_connector_extra_config as JSON, as vLLM gets it; what surrounds it is ignored"""
+
+    dram: Annotated[str | None, Parameter(metavar="SIZE")] = None
+    """the primary tier: 2GiB, or a share of the trace's distinct blocks such as 5%"""
+
+    tier: Annotated[tuple[str, ...], Parameter(metavar="TIER", show_default=False)] = ()
+    """a secondary tier: disk:FOLDER:SIZE, fs:FOLDER, memory:SIZE, or an entry of secondary_tiers
+    as JSON; may be given several times"""
+
+    policy: Annotated[str | None, Parameter(metavar="NAME")] = None
+    """eviction policy of the primary tier, and of tiers with a capacity"""
+
+    block_bytes: Size = "16KiB"
+    """bytes in one block of the trace"""
+
+    keep: bool = False
+    """keep the tiers' folders at the end, and accept folders that hold blocks"""
+
+    verify: Literal["full", "head", "off"] = "full"
+    """what is compared of what is read: every byte, the first 4 KiB of each block, or nothing"""
+
+
+@Parameter(name="*", group="The stated engine")
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How fast the engine is that plays a trace."""
+
+    prefill_tokens_per_s: Annotated[float, Parameter(metavar="N")] = 100_000.0
+    """how fast prompts are computed, one at a time"""
+
+    decode_tokens_per_s: Annotated[float, Parameter(metavar="N")] = 50.0
+    """how fast each request in flight gets its output"""
+
+    requests_in_flight: Annotated[int, Parameter(metavar="N")] = 128
+    """requests in flight at most; more than these wait"""
+
+    speed: Annotated[str, Parameter(metavar="N")] = "max"
+    """play arrivals and computing N times as fast, in real time; max skips the time in which only
+    computing goes on"""
+
+
+@Parameter(name="*", group="Policies alone, without the runtime")
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """Which policies are compared, and at which capacities."""
+
+    policies: Annotated[str | None, Parameter(metavar="NAMES")] = None
+    """compare these eviction policies (a,b or all) and MIN, which knows the future"""
+
+    capacities: Sizes = "1%,2%,5%,10%,20%,50%"
+    """capacities to compare: blocks, or shares of the trace's distinct blocks"""
+
+
+@Parameter(name="*", group="The model")
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model whose KV cache is sized."""
+
+    model: Annotated[str | None, Parameter(metavar="PATH")] = None
+    """the model's config.json, or the folder with it"""
+
+    layers: Count = None
+    """without --model: the number of layers with attention"""
+
+    kv_heads: Count = None
+    """without --model: the KV heads of each layer"""
+
+    head_dim: Count = None
+    """without --model: the length of a head"""
+
+    dtype: Annotated[str, Parameter(metavar="NAME")] = "auto"
+    """data type of the KV cache: bfloat16, fp8, ...; by default the model's"""
+
+    tp: Annotated[int, Parameter(metavar="N")] = 1
+    """tensor-parallel ranks"""
+
+
+@Parameter(name="*", group="The tiers, fastest first")
+@dataclass(frozen=True, kw_only=True)
+class TiersOptions:
+    """The tiers that are there, or planned."""
+
+    tiers: Annotated[str | None, Parameter(metavar="SIZES")] = None
+    """tiers that you have or plan: dram=64GiB,disk=2TiB"""
+
+    price: Annotated[str | None, Parameter(metavar="PRICES")] = None
+    """price of a GiB in each tier: dram=3.5,disk=0.12"""
+
+
+@Parameter(name="*", group="The workload")
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """The requests that the tiers are for."""
+
+    trace: Annotated[str | None, Parameter(metavar="FILE")] = None
+    """a trace of requests; gzip is recognised"""
+
+    policy: Annotated[str | None, Parameter(metavar="NAME")] = None
+    """eviction policy; by default the runtime's"""
+
+    capacities: Sizes = "0.5%,1%,2%,3%,5%,7%,10%,15%,20%,25%,30%,40%,50%,70%"
+    """capacities to replay: blocks, or shares of the trace's distinct blocks"""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.sizes import read_bytes
 from kvtier.settings.runtime_config import DEFAULT_POLICY
 from kvtier.tools.cli.exit_status import INTERRUPTED
-from kvtier.tools.cli.terminal import progress, table, write_json
-from kvtier.tools.cli.trace_input import check_report_options, describe, read_trace_in_sight
+from kvtier.tools.cli.terminal import check_can_write, progress, table, write_json
+from kvtier.tools.cli.trace_input import describe, read_trace_in_sight
 from kvtier.tools.replay.curves import Workload, parse_capacities, parse_policies, replay
-from kvtier.tools.replay.pictures import draw_sizes
 from kvtier.tools.sizing.geometry import Geometry, make_geometry, read_geometry
 from kvtier.tools.sizing.recommend import (
     GIB,
@@ -28,10 +26,15 @@ from kvtier.tools.sizing.recommend import (
 )
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Mapping, Sequence
 
-PICTURE: Final = "hit_ratio_by_size.png"
+    from kvtier.tools.cli.options import (
+        ModelOptions,
+        TiersOptions,
+        TraceOptions,
+        WorkloadOptions,
+    )
+
 BLOCK_TOKENS: Final = 16  #: vLLM's default, where no trace says another
 PRICE_MAX: Final = 1e9
 _TIER: Final = re.compile(r"\s*([A-Za-z0-9_-]{1,30})\s*=\s*([^=\s]{1,20})\s*")
@@ -49,41 +52,52 @@ class _Asked(NamedTuple):
         return self.geometry.bytes_per_token_in_vllm(self.tp)
 
 
-def run_size(arguments: argparse.Namespace) -> int:
-    """Print the recommendation, and write the report and the picture if asked.
+def run_size(
+    model: ModelOptions,
+    tiers: TiersOptions,
+    workload: WorkloadOptions,
+    reading: TraceOptions,
+    json_file: str | None,
+) -> int:
+    """Print the recommendation, and write the report if asked. Returns the exit status.
 
-    Returns the exit status. After Ctrl-C the curve ends early, and nothing is recommended.
+    After Ctrl-C the curve ends early, and nothing is recommended.
     """
-    asked = _Asked(
-        _geometry(arguments), arguments.tp, _tiers(arguments.tiers), _prices(arguments.price)
-    )
-    token_bytes = asked.token_bytes()
-    if arguments.trace is None:
-        if arguments.pictures:
-            raise ConfigError("--pictures needs --trace: without one there is nothing to draw.")
-        check_report_options(arguments)
-        block_tokens = arguments.block_tokens or BLOCK_TOKENS
-        _tier_blocks(asked.tiers, token_bytes * block_tokens, 1)  # refuses what holds none
-        _show_model(asked, block_tokens)
-        report = _json_of_model(asked, block_tokens)
-        if asked.tiers:
-            _show_tokens(asked)
-            _show_engines(asked, next(iter(asked.tiers.values())) // token_bytes, "first tier")
-        complete = True
+    asked = _Asked(_geometry(model), model.tp, _tiers(tiers.tiers), _prices(tiers.price))
+    if json_file:
+        check_can_write(json_file)
+    if workload.trace is None:
+        report = _without_trace(reading.block_tokens or BLOCK_TOKENS, asked)
     else:
-        report, complete = _with_trace(arguments, asked)
-    if arguments.json:
-        write_json(arguments.json, report)
-        print(f"Figures: {arguments.json}")
-    return 0 if complete else INTERRUPTED
+        report = _with_trace(workload.trace, workload, reading, asked)
+    if json_file:
+        write_json(json_file, report)
+        print(f"Figures: {json_file}")
+    return 0 if report["complete"] else INTERRUPTED
 
 
-def _with_trace(arguments: argparse.Namespace, asked: _Asked) -> tuple[dict[str, Any], bool]:
-    policies = parse_policies(arguments.policy or DEFAULT_POLICY)
+def _without_trace(block_tokens: int, asked: _Asked) -> dict[str, Any]:
+    token_bytes = asked.token_bytes()
+    _tier_blocks(asked.tiers, token_bytes * block_tokens, 1)  # refuses what holds none
+    report = _model(asked, block_tokens)
+    _show_model(report)
+    if asked.tiers:
+        tokens = report["tokens_per_tier"]
+        rows = [
+            [name, f"{size / GIB:,.1f}", f"{tokens[name]:,}"] for name, size in asked.tiers.items()
+        ]
+        table("Tokens per tier", ["tier", "GiB", "tokens"], rows)
+        _show_engines(asked, next(iter(tokens.values())), "first tier")
+    return report
+
+
+def _with_trace(
+    trace_file: str, given: WorkloadOptions, reading: TraceOptions, asked: _Asked
+) -> dict[str, Any]:
+    policies = parse_policies(given.policy or DEFAULT_POLICY)
     if len(policies) != 1:
-        raise ConfigError(f"--policy {arguments.policy}: size works with one. Name one.")
-    check_report_options(arguments)
-    trace = read_trace_in_sight(arguments.trace, arguments)
+        raise ConfigError(f"--policy {given.policy}: size works with one. Name one.")
+    trace = read_trace_in_sight(trace_file, reading)
     workload = Workload(trace)
     facts = Workfacts(
         block_bytes=asked.token_bytes() * trace.block_tokens,
@@ -92,31 +106,28 @@ def _with_trace(arguments: argparse.Namespace, asked: _Asked) -> tuple[dict[str,
         references=trace.references,
         largest_request_blocks=max(len(request.blocks) for request in trace.requests),
     )
-    tier_blocks = _tier_blocks(asked.tiers, facts.block_bytes, workload.distinct_blocks)
-    ladder = parse_capacities(arguments.capacities, workload.distinct_blocks)
-    points, complete = _curve(workload, policies[0], {*ladder, *tier_blocks.values()})
+    tier_blocks = _tier_blocks(asked.tiers, facts.block_bytes, trace.distinct_blocks)
+    ladder = parse_capacities(given.capacities, trace.distinct_blocks)
+    points, complete = _replay(workload, policies[0], {*ladder, *tier_blocks.values()})
 
-    _show_model(asked, trace.block_tokens)
     best = knee_of_curve(points) if complete else None
-    title = f"Hit ratio of {trace.name} at each size, policy {policies[0]}"
-    _show_curve(title if complete else f"{title} (interrupted: incomplete)", points, best, facts)
-    report = _json_of_model(asked, trace.block_tokens) | {
+    curve = _curve(points, facts)
+    report = _model(asked, trace.block_tokens) | {
         "complete": complete,
         "trace": describe(trace),
         "policy": policies[0],
-        "curve": _json_of_curve(points, facts),
-        "knee": None if best is None else _json_of_curve(points, facts)[best],
+        "curve": curve,
+        "knee": None if best is None else curve[best],
     }
+    _show_model(report)
+    title = f"Hit ratio of {trace.name} at each size, policy {policies[0]}"
+    _show_curve(title if complete else f"{title} (interrupted: incomplete)", curve, best)
     if complete:
         report |= _tiers_with_trace(asked, facts, points, best, tier_blocks)
-        if arguments.pictures:
-            picture = Path(arguments.pictures) / PICTURE
-            _draw(picture, f"What a size buys: {trace.name}", points, best, facts, policies[0])
-            print(f"Picture: {picture}")
-    return report, complete
+    return report
 
 
-def _curve(workload: Workload, policy: str, capacities: set[int]) -> tuple[list[SizePoint], bool]:
+def _replay(workload: Workload, policy: str, capacities: set[int]) -> tuple[list[SizePoint], bool]:
     """Replay at each capacity; the last point is the endless cache, which needs no replay."""
     points = []
     smaller = sorted(each for each in capacities if each < workload.distinct_blocks)
@@ -149,42 +160,33 @@ def _tiers_with_trace(
                 for name, blocks in tier_blocks.items()
             ]
         )
-        _show_tiers("The tiers given", given, facts)
-        report["tiers"] = _json_of_tiers(given, facts)
+        report["tiers"] = _tier_figures(given, facts)
+        _show_tiers("The tiers given", report["tiers"])
         first = (f"tier {given[0].name}, as given", given[0].blocks)
     if asked.prices:
         recommended = advise(points, asked.prices, facts)
-        _show_tiers("Recommended at these prices", recommended, facts)
-        report["recommended"] = _json_of_tiers(recommended, facts)
+        report["recommended"] = _tier_figures(recommended, facts)
+        _show_tiers("Recommended at these prices", report["recommended"])
         first = (f"tier {recommended[0].name}, as recommended", recommended[0].blocks)
     if first is not None:
-        _show_engines(asked, first[1] * facts.block_tokens, first[0])
-        report["engines"] = _json_of_engines(asked, first[1] * facts.block_tokens)
+        report["engines"] = _show_engines(asked, first[1] * facts.block_tokens, first[0])
     return report
 
 
 # --- the command line ---
 
 
-def _geometry(arguments: argparse.Namespace) -> Geometry:
-    flags = {
-        "--layers": arguments.layers,
-        "--kv-heads": arguments.kv_heads,
-        "--head-dim": arguments.head_dim,
-    }
+def _geometry(model: ModelOptions) -> Geometry:
+    layers, kv_heads, head_dim = model.layers, model.kv_heads, model.head_dim
+    flags = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
     given = [name for name, value in flags.items() if value is not None]
-    if arguments.model is not None:
+    if model.model is not None:
         if given:
             raise ConfigError(f"--model and {given[0]} exclude each other. Give one of them.")
-        return read_geometry(arguments.model, dtype=arguments.dtype)
-    if len(given) < len(flags):
+        return read_geometry(model.model, dtype=model.dtype)
+    if layers is None or kv_heads is None or head_dim is None:
         raise ConfigError(f"Give --model, or all of {', '.join(flags)}.")
-    return make_geometry(
-        layers=arguments.layers,
-        kv_heads=arguments.kv_heads,
-        head_dim=arguments.head_dim,
-        dtype=arguments.dtype,
-    )
+    return make_geometry(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=model.dtype)
 
 
 def _pairs(text: str | None, name: str) -> dict[str, str]:
@@ -225,127 +227,10 @@ def _tier_blocks(tiers: Mapping[str, int], block_bytes: int, distinct: int) -> d
     return blocks
 
 
-# --- tables ---
+# --- figures ---
 
 
-def _show_model(asked: _Asked, block_tokens: int) -> None:
-    geometry, token_bytes = asked.geometry, asked.token_bytes()
-    rows = [
-        ["bytes per token", f"{token_bytes:,}"],
-        [f"bytes per block of {block_tokens} tokens", f"{token_bytes * block_tokens:,}"],
-        ["tokens in a GiB", f"{GIB // token_bytes:,}"],
-        *(
-            [
-                f"{group.what}, {group.layers} layers: KV heads x entries",
-                f"{group.kv_heads} x {group.entries_per_head}",
-            ]
-            for group in geometry.groups
-        ),
-    ]
-    table(f"KV cache of {geometry.name}, {geometry.dtype}", ["", ""], rows)
-    for note in (*geometry.notes, *_notes_on_tp(asked)):
-        print(f"- {note}")
-
-
-def _notes_on_tp(asked: _Asked) -> list[str]:
-    geometry, tp = asked.geometry, asked.tp
-    if tp == 1:
-        return []
-    if geometry.is_latent:
-        note = (
-            "vLLM's offloading stores latent vectors once if there is one node and no other "
-            f"parallelism; otherwise, and in SGLang, each of {tp} ranks stores its own"
-        )
-        return [note]
-    heads = min(group.kv_heads for group in geometry.groups)
-    if tp > heads:
-        return [f"{tp} ranks share {heads} KV heads: each head is stored {tp // heads} times"]
-    return []
-
-
-def _show_tokens(asked: _Asked) -> None:
-    rows = [
-        [name, f"{size / GIB:,.1f}", f"{size // asked.token_bytes():,}"]
-        for name, size in asked.tiers.items()
-    ]
-    table("Tokens per tier", ["tier", "GiB", "tokens"], rows)
-
-
-def _show_curve(
-    title: str, points: Sequence[SizePoint], best: int | None, facts: Workfacts
-) -> None:
-    rows = []
-    end = points[-1].blocks if points else 1
-    for index, (point, saved) in enumerate(
-        zip(points, saved_by_a_gib_more(points, facts), strict=True)
-    ):
-        rows.append(
-            [
-                f"{100 * point.blocks / end:.3g} %",
-                f"{point.blocks:,}",
-                f"{point.blocks * facts.block_bytes / GIB:,.1f}",
-                f"{point.blocks * facts.block_tokens:,}",
-                f"{point.hit_ratio:.3f}",
-                "-" if saved is None else f"{saved:,.0f}",
-                "knee" if index == best else "",
-            ]
-        )
-    columns = ["share", "blocks", "GiB", "tokens", "hit ratio", "1 GiB more saves", ""]
-    table(title, columns, rows)
-    print("1 GiB more saves: prompt tokens per 1,000 requests that need not be computed.")
-
-
-def _show_tiers(title: str, tiers: Sequence[TierAdvice], facts: Workfacts) -> None:
-    rows = []
-    for tier in tiers:
-        gib = tier.blocks * facts.block_bytes / GIB
-        rows.append(
-            [
-                tier.name,
-                f"{gib:,.1f}",
-                f"{tier.blocks * facts.block_tokens:,}",
-                f"{tier.own_hit_ratio:.3f}",
-                f"{tier.hit_ratio:.3f}",
-                "-" if tier.price_per_gib is None else f"{gib * tier.price_per_gib:,.2f}",
-            ]
-        )
-    table(title, ["tier", "GiB", "tokens", "hits here", "hits so far", "price"], rows)
-
-
-def _show_engines(asked: _Asked, tokens: int, what: str) -> None:
-    sizes = _json_of_engines(asked, tokens)
-    print(
-        f"{tokens:,} tokens ({what}):\n"
-        f"  vLLM: cpu_bytes_to_use={sizes['vllm_cpu_bytes_to_use']} "
-        "(total over all workers, not per rank)\n"
-        f"  SGLang: --hicache-size {sizes['sglang_hicache_size']} "
-        f"(GB of 10^9 bytes, per rank) with --tp {asked.tp}"
-    )
-
-
-def _draw(
-    path: Path,
-    title: str,
-    points: Sequence[SizePoint],
-    best: int | None,
-    facts: Workfacts,
-    policy: str,
-) -> None:
-    scaled = [(point.blocks * facts.block_bytes / GIB, point.hit_ratio) for point in points]
-    draw_sizes(
-        path,
-        title,
-        scaled,
-        None if best is None else scaled[best],
-        policy=policy,
-        endless=points[-1].hit_ratio,
-    )
-
-
-# --- JSON ---
-
-
-def _json_of_model(asked: _Asked, block_tokens: int) -> dict[str, Any]:
+def _model(asked: _Asked, block_tokens: int) -> dict[str, Any]:
     token_bytes = asked.token_bytes()
     return {
         "report": "kvtier size",
@@ -366,7 +251,23 @@ def _json_of_model(asked: _Asked, block_tokens: int) -> dict[str, Any]:
     }
 
 
-def _json_of_curve(points: Sequence[SizePoint], facts: Workfacts) -> list[dict[str, Any]]:
+def _notes_on_tp(asked: _Asked) -> list[str]:
+    geometry, tp = asked.geometry, asked.tp
+    if tp == 1:
+        return []
+    if geometry.is_latent:
+        note = (
+            "vLLM's offloading stores latent vectors once if there is one node and no other "
+            f"parallelism; otherwise, and in SGLang, each of {tp} ranks stores its own"
+        )
+        return [note]
+    heads = min(group.kv_heads for group in geometry.groups)
+    if tp > heads:
+        return [f"{tp} ranks share {heads} KV heads: each head is stored {tp // heads} times"]
+    return []
+
+
+def _curve(points: Sequence[SizePoint], facts: Workfacts) -> list[dict[str, Any]]:
     return [
         {
             "blocks": point.blocks,
@@ -379,7 +280,7 @@ def _json_of_curve(points: Sequence[SizePoint], facts: Workfacts) -> list[dict[s
     ]
 
 
-def _json_of_tiers(tiers: Sequence[TierAdvice], facts: Workfacts) -> list[dict[str, Any]]:
+def _tier_figures(tiers: Sequence[TierAdvice], facts: Workfacts) -> list[dict[str, Any]]:
     return [
         {
             "name": tier.name,
@@ -396,9 +297,75 @@ def _json_of_tiers(tiers: Sequence[TierAdvice], facts: Workfacts) -> list[dict[s
     ]
 
 
-def _json_of_engines(asked: _Asked, tokens: int) -> dict[str, int]:
+# --- tables, made of the figures ---
+
+
+def _show_model(report: Mapping[str, Any]) -> None:
+    model = report["model"]
+    rows = [
+        ["bytes per token", f"{report['bytes_per_token']:,}"],
+        [f"bytes per block of {report['block_tokens']} tokens", f"{report['bytes_per_block']:,}"],
+        ["tokens in a GiB", f"{report['tokens_per_gib']:,}"],
+        *(
+            [
+                f"{group['what']}, {group['layers']} layers: KV heads x entries",
+                f"{group['kv_heads']} x {group['entries_per_head']}",
+            ]
+            for group in model["groups"]
+        ),
+    ]
+    table(f"KV cache of {model['name']}, {model['dtype']}", ["", ""], rows)
+    for note in model["notes"]:
+        print(f"- {note}")
+
+
+def _show_curve(title: str, curve: Sequence[Mapping[str, Any]], best: int | None) -> None:
+    rows = []
+    for index, point in enumerate(curve):
+        saved = point["tokens_saved_per_1000_requests_by_a_gib_more"]
+        rows.append(
+            [
+                f"{100 * point['blocks'] / curve[-1]['blocks']:.3g} %",
+                f"{point['blocks']:,}",
+                f"{point['bytes'] / GIB:,.1f}",
+                f"{point['tokens']:,}",
+                f"{point['hit_ratio']:.3f}",
+                "-" if saved is None else f"{saved:,.0f}",
+                "knee" if index == best else "",
+            ]
+        )
+    columns = ["share", "blocks", "GiB", "tokens", "hit ratio", "1 GiB more saves", ""]
+    table(title, columns, rows)
+    print("1 GiB more saves: prompt tokens per 1,000 requests that need not be computed.")
+
+
+def _show_tiers(title: str, tiers: Sequence[Mapping[str, Any]]) -> None:
+    rows = [
+        [
+            tier["name"],
+            f"{tier['bytes'] / GIB:,.1f}",
+            f"{tier['tokens']:,}",
+            f"{tier['hit_ratio']:.3f}",
+            f"{tier['hit_ratio_so_far']:.3f}",
+            "-" if tier["price"] is None else f"{tier['price']:,.2f}",
+        ]
+        for tier in tiers
+    ]
+    table(title, ["tier", "GiB", "tokens", "hits here", "hits so far", "price"], rows)
+
+
+def _show_engines(asked: _Asked, tokens: int, what: str) -> dict[str, int]:
+    """Show what so many tokens are in the engines' options; return it for the report."""
     per_rank = tokens * asked.geometry.bytes_per_token_per_rank(asked.tp)
-    return {
+    sizes = {
         "vllm_cpu_bytes_to_use": tokens * asked.token_bytes(),
         "sglang_hicache_size": math.ceil(per_rank / 10**9),
     }
+    print(
+        f"{tokens:,} tokens ({what}):\n"
+        f"  vLLM: cpu_bytes_to_use={sizes['vllm_cpu_bytes_to_use']} "
+        "(total over all workers, not per rank)\n"
+        f"  SGLang: --hicache-size {sizes['sglang_hicache_size']} "
+        f"(GB of 10^9 bytes, per rank) with --tp {asked.tp}"
+    )
+    return sizes

@@ -6,7 +6,6 @@ now and then, so that a log stays readable.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -19,26 +18,17 @@ from kvtier.errors import Misuse
 from kvtier.plugin_api.atomic_file import is_special, write_named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import Console
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-    from kvtier.tools.progress import Progress
+    from kvtier.plugin_api.progress import Progress
 
 PLAIN_WIDTH_COLUMNS: Final = 200  #: of a table in a file or a pipe; it is as narrow as it can be
 PLAIN_LINE_EVERY_S: Final = 10.0
 BAR_UPDATE_EVERY_S: Final = 0.1
-
-
-class ToolMissing(Misuse):
-    """Raised when *you* run a command without the packages it shows things with. Install them."""
-
-    def __init__(
-        self, text: str = "this shows tables by rich. Install it with: pip install rich"
-    ) -> None:
-        super().__init__(text)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -84,10 +74,30 @@ def progress(label: str, total: int | None) -> Iterator[Progress]:
         yield _BarProgress(bar, bar.add_task(label, total=total))
 
 
-def check_can_show() -> None:
-    """Raise ``ToolMissing`` if no table can be shown."""
-    if importlib.util.find_spec("rich") is None:
-        raise ToolMissing
+def check_can_report(json_file: str | None) -> None:
+    """Raise ``Misuse`` if ``--json`` names what can't be written; ``-`` is stdout."""
+    if json_file and json_file != "-":
+        check_can_write(json_file)
+
+
+def report(
+    json_file: str | None,
+    figures: dict[str, Any],
+    show: Callable[[], None],
+    *,
+    in_one_line: bool = False,
+) -> None:
+    """Show figures to people, or write them where ``--json`` says; for a file, both.
+
+    ``in_one_line``: on stdout, for a command that prints figures again and again.
+    """
+    if json_file == "-":
+        print(json.dumps(figures, indent=None if in_one_line else 2, allow_nan=False), flush=True)
+        return
+    show()
+    if json_file:
+        write_json(json_file, figures)
+        print(f"Figures: {json_file}")
 
 
 def check_can_write(path: str | Path) -> None:
@@ -112,10 +122,8 @@ def write_json(path: str | Path, data: Any) -> None:  # noqa: ANN401 - whatever 
 
 
 def _console(stream: Any) -> Console:  # noqa: ANN401 - a text stream
-    try:
-        from rich.console import Console  # noqa: PLC0415 - an extra, and slow to import
-    except ImportError as error:
-        raise ToolMissing from error
+    from rich.console import Console  # noqa: PLC0415 - slow to import
+
     width = None if stream.isatty() else PLAIN_WIDTH_COLUMNS
     return Console(file=stream, width=width, highlight=False)
 

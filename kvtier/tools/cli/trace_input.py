@@ -1,41 +1,23 @@
-"""Reads a trace in sight of the user, and checks at the door where its report is to go."""
+"""Reads a trace in sight of the user, and describes it."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.errors import Misuse
-from kvtier.tools.cli.terminal import check_can_write, progress
+from kvtier.tools.cli.terminal import progress
 from kvtier.tools.replay.traces import read_trace
 
 if TYPE_CHECKING:
-    import argparse
+    from pathlib import Path
 
+    from kvtier.tools.cli.options import TraceOptions
     from kvtier.tools.replay.traces import Trace
 
 BAD_LINES_SHOWN_MAX: Final = 5
 
 
-def check_report_options(arguments: argparse.Namespace) -> None:
-    """Raise ``Misuse`` now if the report could not be written later. Makes the pictures' folder."""
-    if arguments.json:
-        check_can_write(arguments.json)
-    if arguments.pictures:
-        from kvtier.tools.replay.pictures import check_can_draw  # noqa: PLC0415 - needed for pictures only
-
-        check_can_draw()
-        try:
-            Path(arguments.pictures).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Misuse(
-                f"--pictures {arguments.pictures}: cannot be made: {error.strerror}."
-            ) from error
-        check_can_write(Path(arguments.pictures) / "any.png")
-
-
-def read_trace_in_sight(path: str | Path, arguments: argparse.Namespace) -> Trace:
+def read_trace_in_sight(path: str | Path, reading: TraceOptions) -> Trace:
     """Read the trace with a progress bar; say on stderr what was skipped or sorted."""
     done = 0
     with progress("reading the trace", 100) as bar:
@@ -48,10 +30,10 @@ def read_trace_in_sight(path: str | Path, arguments: argparse.Namespace) -> Trac
 
         trace = read_trace(
             path,
-            format=arguments.format,
-            block_tokens=arguments.block_tokens,
-            on_bad_line=arguments.on_bad_line,
-            limit=arguments.limit,
+            format=reading.format,
+            block_tokens=reading.block_tokens,
+            on_bad_line=reading.on_bad_line,
+            limit=reading.limit,
             on_progress=report,
         )
     for line in _notes(trace):

@@ -15,10 +15,10 @@ keeps is always whole prefixes.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from heapq import heappop, heappush
+from importlib.metadata import entry_points
 from time import perf_counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.errors import ConfigError, InternalError
 from kvtier.plugin_api.keys import GROUP_BYTES
@@ -33,26 +33,18 @@ if TYPE_CHECKING:
 
 MIN: Final = "MIN"
 ALL: Final = "all"
-REQUESTS_PER_REPORT: Final = 50
 CAPACITIES_MAX: Final = 100
 
 _GROUP: Final = bytes(GROUP_BYTES)
 
 
-@dataclass(frozen=True)
-class CurvePoint:
+class CurvePoint(NamedTuple):
     """What one policy did with one capacity."""
 
-    policy: str
     capacity_blocks: int
     hits: int  #: blocks
-    references: int  #: blocks
+    hit_ratio: float  #: of the referenced blocks
     seconds: float  #: that the replay took
-
-    @property
-    def hit_ratio(self) -> float:
-        """Hit blocks over referenced blocks."""
-        return self.hits / self.references
 
 
 class Workload:
@@ -94,9 +86,7 @@ class Workload:
 
 def installed_policies() -> list[str]:
     """Return the names of all installed eviction policies."""
-    from importlib.metadata import entry_points  # noqa: PLC0415 - a fifth of the import time
-
-    return sorted({entry.name for entry in entry_points(group=POLICIES)})
+    return sorted(entry_points(group=POLICIES).names)
 
 
 def parse_policies(text: str) -> list[str]:
@@ -135,16 +125,15 @@ def parse_capacities(text: str, distinct_blocks: int) -> list[int]:
 
 
 def replay(
-    workload: Workload, policy: str, capacity: int, on_progress: Callable[[int], None] | None = None
+    workload: Workload, policy: str, capacity: int, on_request: Callable[[], None] = lambda: None
 ) -> CurvePoint:
-    """Replay under ``policy``, or under ``MIN``. ``on_progress``: so many more requests done."""
+    """Replay under ``policy``, or under ``MIN``. ``on_request`` is called after each request."""
     start = perf_counter()
-    report = on_progress or (lambda _: None)
     if policy == MIN:
-        hits = _replay_min(workload, capacity, report)
+        hits = _replay_min(workload, capacity, on_request)
     else:
-        hits = _Cache(policy, make_policy(policy, capacity)).replay(workload, report)
-    return CurvePoint(policy, capacity, hits, workload.references, perf_counter() - start)
+        hits = _Cache(policy, make_policy(policy, capacity)).replay(workload, on_request)
+    return CurvePoint(capacity, hits, hits / workload.references, perf_counter() - start)
 
 
 class _Cache:
@@ -156,7 +145,7 @@ class _Cache:
         self._capacity = policy.capacity
         self._resident: set[Key] = set()
 
-    def replay(self, workload: Workload, report: Callable[[int], None]) -> int:
+    def replay(self, workload: Workload, on_request: Callable[[], None]) -> int:
         """Play all requests; return how many blocks were hit."""
         hits = 0
         second = -1
@@ -165,9 +154,7 @@ class _Cache:
                 second = time_s
                 self._policy.pass_time(float(time_s))
             hits += self._serve(str(number), keys)
-            if number % REQUESTS_PER_REPORT == REQUESTS_PER_REPORT - 1:
-                report(REQUESTS_PER_REPORT)
-        report(len(workload.requests) % REQUESTS_PER_REPORT)
+            on_request()
         return hits
 
     def _serve(self, request: str, keys: Sequence[Key]) -> int:
@@ -208,7 +195,7 @@ class _Cache:
             )
 
 
-def _replay_min(workload: Workload, capacity: int, report: Callable[[int], None]) -> int:
+def _replay_min(workload: Workload, capacity: int, on_request: Callable[[], None]) -> int:
     """Replay with the furthest next use evicted; return how many blocks were hit.
 
     Blocks that are never used again are not kept at all, which hits the same.
@@ -216,9 +203,8 @@ def _replay_min(workload: Workload, capacity: int, report: Callable[[int], None]
     hits = 0
     next_of: dict[Key, int] = {}  # of the resident blocks
     furthest: list[tuple[int, int, Key]] = []  # a heap; may hold what is not true any more
-    nexts = workload.next_uses()
-    for number, (_, keys) in enumerate(workload.requests):
-        for depth, (key, next_use) in enumerate(zip(keys, nexts[number], strict=True)):
+    for (_, keys), next_uses in zip(workload.requests, workload.next_uses(), strict=True):
+        for depth, (key, next_use) in enumerate(zip(keys, next_uses, strict=True)):
             if next_of.pop(key, None) is not None:
                 hits += 1
             if next_use >= 0:
@@ -228,7 +214,5 @@ def _replay_min(workload: Workload, capacity: int, report: Callable[[int], None]
             next_use, _, key = heappop(furthest)
             if next_of.get(key) == -next_use:
                 del next_of[key]
-        if number % REQUESTS_PER_REPORT == REQUESTS_PER_REPORT - 1:
-            report(REQUESTS_PER_REPORT)
-    report(len(workload.requests) % REQUESTS_PER_REPORT)
+        on_request()
     return hits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -63,14 +64,6 @@ class Interval:
         self.first_token = Durations()
         self.resident_blocks: list[int] | None = None  # at its end, by source
 
-    def count_hit(self, source: int) -> None:
-        """Count a block that a request found there."""
-        self.hit_blocks[source] += 1
-
-    def note_resident(self, blocks: list[int]) -> None:
-        """Note how many blocks each source has; the last note stays."""
-        self.resident_blocks = blocks
-
 
 class TierMeasured:
     """What was measured of one secondary tier."""
@@ -105,7 +98,7 @@ class ReplayMeasured:
         self.entering = Durations()  # from arrival until the first lookup
         self.waiting = Durations()  # from the first lookup until every answer is known
         self.lookup = Durations()  # of one key: a sample that the facade takes
-        self.operations: dict[str, Durations] = {}  # the other calls: time per key
+        self.operations = defaultdict[str, Durations](Durations)  # the other calls: time per key
         self.scheduler_s = 0.0  # inside all calls
         self.scheduler = Durations()  # of each request: inside its own calls
         self.gpu_s = 0.0
@@ -126,19 +119,16 @@ class ReplayMeasured:
         """Note that a block, with so many of the prompt's tokens, was found there."""
         self.hit_blocks[source] += 1
         self.hit_tokens[source] += tokens
-        interval.count_hit(source)
+        interval.hit_blocks[source] += 1
 
     def note_statistics(self, now: float, statistics: Statistics, resident: list[int]) -> None:
         """Note the runtime's statistics, and how many blocks each source has."""
         self.statistics = statistics
-        self.interval_at(now).note_resident(resident)
+        self.interval_at(now).resident_blocks = resident  # the last of an interval stays
 
     def note_operation(self, name: str, seconds: float, keys: int) -> None:
         """Note one call, as its time per key."""
-        durations = self.operations.get(name)
-        if durations is None:
-            durations = self.operations[name] = Durations()
-        durations.add(seconds / keys)
+        self.operations[name].add(seconds / keys)
         self.scheduler_s += seconds
 
     def note_misread(self, misread: Misread) -> None:

@@ -111,11 +111,7 @@ class Player:
         self._resident: list[set[Key]] = [set() for _ in tier_names]
         self._looked_at_s = clock.real_s()
 
-    def run(
-        self,
-        should_stop: Callable[[], bool] = lambda: False,
-        on_progress: Callable[[int], None] = lambda _: None,
-    ) -> bool:
+    def run(self, should_stop: Callable[[], bool], on_progress: Callable[[int], None]) -> bool:
         """Play; True if the trace was played to its end, False if it was stopped.
 
         ``on_progress`` is called with how many more requests have had their first token.

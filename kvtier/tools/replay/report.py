@@ -1,7 +1,7 @@
-"""What a replay reports: one mapping for the JSON file, tables and pictures made of it.
+"""What a replay reports: one mapping, for the JSON file and the tables made of it.
 
-The mapping's fields are described in ``docs/how-to/replay-a-trace.md``. Keys
-may be added under one ``version``; a key that goes or changes raises it.
+``docs/reference/replay-report.md`` describes its keys. A ``version`` may gain
+keys; a key that goes or changes raises it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def build_report(replayed: Replayed, trace: Mapping[str, Any]) -> dict[str, Any]
             "per_request": measured.scheduler_s / max(1, measured.requests),
             "own_calls": measured.scheduler.summary(),
         },
-        "faults": replayed.measured.statistics.faults,
+        "faults": measured.statistics.faults,
         "wrong_blocks": measured.wrong_blocks,
         "wrong": [_misread(each) for each in measured.misreads],
         "tiers_closed": replayed.closed,

@@ -82,33 +82,17 @@ def _moves(report: Mapping[str, Any]) -> Table:
 
 
 def _operations(report: Mapping[str, Any]) -> Table:
+    calls = {
+        **report["operations_s"],
+        **{f"probe of {tier['name']}": tier["probe_s"] for tier in report["tiers"][1:]},
+        "own calls of a request": report["scheduler_s"]["own_calls"],
+    }
     rows = [
         (name, f"{each['count']:,}", _microseconds(each["p50"]), _microseconds(each["p99"]))
-        for name, each in report["operations_s"].items()
+        for name, each in calls.items()
     ]
-    rows += [
-        (
-            f"probe of {tier['name']}",
-            f"{tier['probe_s']['count']:,}",
-            _microseconds(tier["probe_s"]["p50"]),
-            _microseconds(tier["probe_s"]["p99"]),
-        )
-        for tier in report["tiers"][1:]
-    ]
-    own = report["scheduler_s"]["own_calls"]
-    rows.append(
-        (
-            "own calls of a request",
-            f"{own['count']:,}",
-            _microseconds(own["p50"]),
-            _microseconds(own["p99"]),
-        )
-    )
-    return Table(
-        "Calls, time per key (lookups: a sample)",
-        ("", "calls", "p50 µs", "p99 µs"),
-        rows,
-    )
+    columns = ("", "calls", "p50 µs", "p99 µs")
+    return Table("Calls, time per key (lookups: a sample)", columns, rows)
 
 
 def _first_token(report: Mapping[str, Any]) -> Table:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import resource
 import sys
 from array import array
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import xxhash
 
 from kvtier.plugin_api.backend import Namespace
 from kvtier.plugin_api.options import Options
 from kvtier.runtime import open_runtime, wait_for_servers
+from kvtier.tools.cli.terminal import progress
 from kvtier.tools.replay.clock import ReplayClock
 from kvtier.tools.replay.folders import Folders
 from kvtier.tools.replay.gpu import StandInGpu
@@ -22,10 +22,8 @@ from kvtier.tools.replay.settings import FOLDER_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from kvtier.core.statistics import TierStatistics
-    from kvtier.tools.progress import Progress
     from kvtier.tools.replay.measurements import ReplayMeasured
     from kvtier.tools.replay.settings import ReplaySettings
     from kvtier.tools.replay.traces import Trace
@@ -34,20 +32,6 @@ if TYPE_CHECKING:
 CONNECT_WAIT_S_MIN: Final = 10.0
 """A replay has the time that an engine's start lacks: each tier's ``startup_connect_timeout_s`` is
 this, or more. Without its server a tier's figures say nothing of the tier."""
-
-
-ShowProgress: TypeAlias = "Callable[[str, int], AbstractContextManager[Progress]]"
-"""Given what is done and how much of it there is, shows how far it has come."""
-
-
-class _Unseen:
-    def advance(self, count: int = 1) -> None:
-        pass
-
-
-def unseen_progress(_label: str, _total: int) -> AbstractContextManager[Progress]:
-    """Show nothing."""
-    return nullcontext(_Unseen())
 
 
 @dataclass(frozen=True)
@@ -69,16 +53,11 @@ class Replayed:
 
 
 def replay(
-    trace: Trace,
-    settings: ReplaySettings,
-    *,
-    should_stop: Callable[[], bool] = lambda: False,
-    progress: ShowProgress = unseen_progress,
+    trace: Trace, settings: ReplaySettings, *, should_stop: Callable[[], bool] = lambda: False
 ) -> Replayed:
-    """Play the trace. Raises ``ConfigError`` before anything is started.
+    """Play the trace, and show how far it has come. Raises ``ConfigError`` before a tier starts.
 
-    The folders of tiers are removed even if this raises. ``progress``: such as
-    ``kvtier.tools.cli.terminal.progress``.
+    The folders of tiers are removed even if this raises.
     """
     folders = Folders(keep=settings.keep)
     leftovers: list[str] = []
@@ -88,7 +67,7 @@ def replay(
             if key is not None and key in tier.options:
                 where = f"secondary tier {tier.name}"
                 folders.claim(key, Options(tier.options, where).path(key))
-        played = _play(trace, settings, should_stop, progress)
+        played = _play(trace, settings, should_stop)
     finally:
         pieces = folders.to_remove()
         with progress("removing the tiers' folders", len(pieces)) as bar:
@@ -105,12 +84,7 @@ def namespace_of(trace: Trace) -> Namespace:
     return Namespace(facts=fields, vllm_fields=fields)
 
 
-def _play(
-    trace: Trace,
-    settings: ReplaySettings,
-    should_stop: Callable[[], bool],
-    progress: ShowProgress,
-) -> Replayed:
+def _play(trace: Trace, settings: ReplaySettings, should_stop: Callable[[], bool]) -> Replayed:
     config = settings.runtime
     # Events tell what each tier holds, and when a cascade has ended.
     watched = tuple(

@@ -15,6 +15,7 @@ from kvtier.plugin_api.backend import Namespace, Outcome
 from kvtier.tools.cli import evict as evict_command
 from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
 from kvtier.tools.cli.main import main
+from tests.unit.backends.disk._disk import open_disk
 from tests.unit.backends.fs._fs import CONTEXT, FILE_BYTES, key_of, open_fs
 
 if TYPE_CHECKING:
@@ -265,10 +266,10 @@ async def test_evict_goes_on_every_so_often_until_it_is_interrupted(
     assert [json.loads(line)["blocks_removed"] for line in lines] == [BLOCKS - 8, 0]
 
 
-async def test_evict_refuses_what_is_no_folder_of_an_fs_tier(tmp_path: Path, kvtier: Shell) -> None:
-    assert "is no folder of an fs tier" in kvtier.refused("evict", tmp_path, "--capacity", "1GB")
-    missing = tmp_path / "missing"
-    assert "Name the root_dir" in kvtier.refused("evict", missing, "--capacity", "1GB")
+async def test_evict_refuses_storage_that_bounds_itself(tmp_path: Path, kvtier: Shell) -> None:
+    async with open_disk(tmp_path / "disk"):
+        said = kvtier.refused("evict", tmp_path / "disk", "--capacity", "1GB")
+    assert "it bounds itself" in said
 
 
 async def test_evict_refuses_sizes_and_pauses_that_are_none(folder: Path, kvtier: Shell) -> None:

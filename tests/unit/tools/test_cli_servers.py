@@ -120,6 +120,6 @@ async def test_what_cannot_be_done_is_refused(stored: dict[str, Any], kvtier: Sh
     assert "names none" in await kvtier.refused("purge", path, "--namespace", "zz")
     assert "AuthenticationError" in await kvtier.refused("ls", stored["url"])
     assert "no JSON" in await kvtier.refused("ls", "{")
-    assert "no tier whose blocks" in await kvtier.refused("ls", "ftp://bucket")
+    assert "not recognized" in await kvtier.refused("ls", "ftp://bucket")
     assert "password" in await kvtier.refused("ls", "redis://me:secret@host")
     assert "can't be looked at" in await kvtier.refused("ls", "redis://127.0.0.1:1")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.errors import Misuse
-from kvtier.tools.cli.terminal import ToolMissing, check_can_write, progress, table, write_json
+from kvtier.tools.cli.terminal import check_can_write, progress, table, write_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,9 +88,3 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path: Pat
         check_can_write(tmp_path)
     with pytest.raises(Misuse, match="cannot be written"):
         write_json(tmp_path / "absent" / "report.json", {})
-
-
-def test_without_rich_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(ToolMissing, match="pip install rich"):
-        table("hits", ["policy"], [["lru"]])

@@ -82,7 +82,6 @@ class Recorder:
         text = f"$ kvtier {' '.join(command)}\n{captured.out}{captured.err}[{status}]\n\n"
         for place in self._places:
             text = text.replace(place, "PLACE")
-        text = text.replace(str(Path.cwd()), "HERE")
         for pattern, instead in _CHANGING:
             text = pattern.sub(instead, text)
         self.text += text

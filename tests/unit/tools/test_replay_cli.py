@@ -14,7 +14,7 @@ import pytest
 from kvtier.engine.facade import SchedulerFacade
 from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
 from kvtier.tools.cli.main import main
-from kvtier.tools.cli.replay import WRONG
+from kvtier.tools.cli.replaying import WRONG
 from tests.support.patience import PATIENCE_S, until
 from tests.unit.tools._lying import make_memory_lie
 
@@ -122,7 +122,8 @@ def test_two_tiers_may_come_from_a_configuration_of_vllms(trace, tmp_path, capsy
         (["--dram", "50%", "--policy", "none"], "eviction_policy='none'"),
         (["--dram", "50%", "--json", "no/such/folder"], "no folder"),
         (["--dram", "50%", "--tier", "tape:x"], "--tier 'tape:x'"),
-        (["--dram", "50%", "--pictures", "x"], "--pictures needs --policies"),
+        (["--dram", "50%", "--block-bytes", "much"], "--block-bytes='much' is not a size"),
+        (["--dram", "1MiB", "--block-bytes", "0"], "--block-bytes='0' must be at least 1"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_made(

@@ -17,7 +17,7 @@ import pytest
 from anyio import to_thread
 
 from kvtier.engine.facade import SchedulerFacade
-from kvtier.tools.cli.replay import WRONG
+from kvtier.tools.cli.replaying import WRONG
 from kvtier.tools.replay import session
 from kvtier.tools.replay.player import Player
 from kvtier.tools.replay.report import problems_in

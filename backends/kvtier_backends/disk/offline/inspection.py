@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.errors import ConfigError
+from kvtier.plugin_api.offline import unreadable
 from kvtier_backends.disk.device import Segments
 from kvtier_backends.disk.folder.claim import (
     not_ours,
@@ -222,14 +223,6 @@ def refuse_folder(path: str, where: str, *, allow_world_writable: bool) -> None:
         ) from BlockingIOError(errno.EAGAIN, "another engine has its lock")
 
 
-def refusal(path: str, problem: OSError) -> ConfigError:
-    """Return the error for a folder that cannot be read or changed."""
-    remedy = "Is the disk there, and sound?"
-    if isinstance(problem, PermissionError):
-        remedy = "Run this as the user that the engine runs as."
-    return ConfigError(f"{path}: {problem.strerror or problem}. {remedy}")
-
-
 def _superblock_of(path: str) -> Superblock:
     try:
         if not stat.S_ISDIR(os.stat(path).st_mode):
@@ -251,7 +244,7 @@ def _superblock_of(path: str) -> Superblock:
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{path} does not exist. Name the path of a disk tier.") from None
     except OSError as problem:
-        raise refusal(path, problem) from problem
+        raise unreadable(path, problem) from problem
 
 
 def _judge_page(place: int, raw: bytes, header: RegionHeader) -> Page:

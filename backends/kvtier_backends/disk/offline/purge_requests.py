@@ -22,7 +22,7 @@ import msgspec
 from kvtier.errors import ConfigError, StoreFault
 from kvtier.plugin_api.atomic_file import write_whole
 from kvtier_backends.disk.offline.inspection import Folder, user_of
-from kvtier_backends.disk.offline.purging import Purged, Selection, purge_log
+from kvtier_backends.disk.offline.purging import Purged, RegionSelection, purge_log
 from kvtier_backends.posix import clock_ahead_s
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 
 class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    before_s: _Count  #: see ``Selection``
+    before_s: _Count  #: see ``RegionSelection``
     namespace: _Digest | None
     all_of_it: bool
     until_s: _Count  #: void after that
@@ -72,7 +72,7 @@ class NotAnswered(StoreFault):
 
 
 def ask_engine(
-    path: str, selection: Selection, waiting: Callable[[], None]
+    path: str, selection: RegionSelection, waiting: Callable[[], None]
 ) -> tuple[list[tuple[bytes, bytes, int, int]], int] | None:
     """Have the engine that uses the folder remove the selected blocks, and wait for it.
 
@@ -140,7 +140,7 @@ async def answer_requests(log: BlockLog, regions: int, path: str, threads: Daemo
         mark, asked = popped
         purged, error = Purged(), _VOID
         if asked is not None:
-            selection = Selection(
+            selection = RegionSelection(
                 asked.before_s,
                 None if asked.namespace is None else bytes.fromhex(asked.namespace),
                 asked.all_of_it,

@@ -39,7 +39,7 @@ ROUNDS_MAX: Final = 5
 _POLL_S: Final = 0.01
 
 
-class Selection(NamedTuple):
+class RegionSelection(NamedTuple):
     """Selects the blocks to remove: those stored before a time, of one namespace or of all."""
 
     before_s: int  #: seconds since 1970
@@ -72,7 +72,7 @@ class Purged:
 
 
 def purge_region(
-    folder: Folder, number: int, selection: Selection, purged: Purged, *, dry: bool
+    folder: Folder, number: int, selection: RegionSelection, purged: Purged, *, dry: bool
 ) -> None:
     """Remove the selected blocks from one region. Raises ``OSError`` for missing rights only."""
     try:
@@ -97,7 +97,7 @@ def purge_region(
 def purge_folder(
     folder: Folder,
     numbers: list[int],
-    selection: Selection,
+    selection: RegionSelection,
     advance: Callable[[], None],
     *,
     dry: bool,
@@ -117,7 +117,7 @@ def purge_folder(
 
 
 async def purge_log(
-    log: BlockLog, regions: int, folder: Folder, selection: Selection, threads: DaemonThreads
+    log: BlockLog, regions: int, folder: Folder, selection: RegionSelection, threads: DaemonThreads
 ) -> Purged:
     """Remove the selected blocks while the engine runs. Stores wait meanwhile.
 
@@ -183,7 +183,7 @@ async def _appending_nothing(log: BlockLog, regions: int) -> AsyncIterator[None]
     raise StoreFault(f"the tier did not come to rest in {QUIET_WAIT_S_MAX:.0f} s. Try again later")
 
 
-async def _forget(log: BlockLog, selection: Selection) -> None:
+async def _forget(log: BlockLog, selection: RegionSelection) -> None:
     """Forget the selected blocks, and report them. The whole index is of one namespace."""
     if selection.covers(log.namespace):
         for region in log.regions.oldest_first():

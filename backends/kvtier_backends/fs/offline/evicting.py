@@ -11,9 +11,9 @@ import os
 import secrets
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvtier.plugin_api.offline import Shrunk
 from kvtier.plugin_api.threads import BoundedCall
 from kvtier_backends.fs.bound.eviction import evict, scan
 from kvtier_backends.fs.bound.manifest import Manifest
@@ -31,7 +31,7 @@ from kvtier_backends.fs.bound.small_files import DaemonExecutor, SmallFiles
 from kvtier_backends.fs.bound.timing import Timing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from kvtier_backends.fs.offline.inspection import FsFolder
 
@@ -41,30 +41,11 @@ _NUMBERS: Final = 10**10
 _EPOCHS_WITHOUT_USES: Final = 1 << 30
 
 
-@dataclass
-class Eviction:
-    """The folder's contents, and the blocks removed. Sizes are bytes."""
-
-    blocks: int = 0
-    bytes: int = 0
-    others: int = 0  #: bytes of files that are not blocks
-    removed_blocks: int = 0
-    removed_bytes: int = 0
-    failed: int = 0  #: blocks that could not be removed
-    reason: str = ""  #: of the last failure
-    is_complete: bool = True
-
-    @property
-    def left(self) -> int:
-        """Bytes left afterwards."""
-        return self.bytes + self.others - self.removed_bytes
-
-
-def evict_to(folder: FsFolder, capacity: int, advance: Callable[[int], None]) -> Eviction:
+def evict_to(folder: FsFolder, capacity: int) -> Shrunk:
     """Remove the least recently used blocks until the folder holds no more than ``capacity``.
 
-    Uses reported by engines count; otherwise the times of the files do. ``advance`` is called
-    with each batch's number of blocks. Raises ``OSError``; Ctrl-C leaves the rest as it is.
+    Uses reported by engines count; otherwise the times of the files do. Raises ``OSError``;
+    Ctrl-C leaves the rest as it is.
     """
     uses = _known_uses(folder)
     epoch = _EPOCHS_WITHOUT_USES if uses is None else int(uses.entries["epoch"].max(initial=0))
@@ -72,23 +53,31 @@ def evict_to(folder: FsFolder, capacity: int, advance: Callable[[int], None]) ->
     manifest = Manifest(scanned.known)
     if uses is not None:
         manifest.with_epochs_of(uses)
-    done = Eviction(len(manifest), manifest.bytes, scanned.others)
-    over = done.left - capacity
+    over = manifest.bytes + scanned.others - capacity
     victims = manifest.oldest(over, len(manifest)) if over > 0 else manifest.entries[:0]
-    try:
+    removed_blocks = removed_bytes = failed = 0
+    reason, is_complete = "", False
+    with suppress(KeyboardInterrupt):
         for start in range(0, len(victims), _VICTIMS_AT_ONCE):
             batch = victims[start : start + _VICTIMS_AT_ONCE]
             evicted = evict(folder.root, batch)
-            done.removed_blocks += len(evicted.names)
-            done.removed_bytes += evicted.bytes
-            done.failed += len(batch) - len(evicted.numbers)
+            removed_blocks += len(evicted.names)
+            removed_bytes += evicted.bytes
+            failed += len(batch) - len(evicted.numbers)
             if evicted.failed is not None:
-                done.reason = evicted.failed.strerror or str(evicted.failed)
+                reason = evicted.failed.strerror or str(evicted.failed)
             announce(folder, evicted.names)
-            advance(len(batch))
-    except KeyboardInterrupt:
-        done.is_complete = False
-    return done
+        is_complete = True
+    return Shrunk(
+        blocks=len(manifest),
+        bytes=manifest.bytes,
+        other_bytes=scanned.others,
+        blocks_removed=removed_blocks,
+        bytes_removed=removed_bytes,
+        blocks_failed=failed,
+        reason=reason,
+        is_complete=is_complete,
+    )
 
 
 def announce(folder: FsFolder, names: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from kvtier_backends.disk.offline import purge_requests, purging, region_files
 from kvtier_backends.disk.offline.fsck import Checker
 from kvtier_backends.disk.offline.inspection import Folder
 from kvtier_backends.disk.offline.purge_requests import NotAnswered, ask_engine
-from kvtier_backends.disk.offline.purging import Purged, Selection, purge_folder
+from kvtier_backends.disk.offline.purging import Purged, RegionSelection, purge_folder
 from tests.support.patience import until_true
 from tests.support.patient_backends import NEVER_S
 from tests.unit.backends.disk._disk import (
@@ -40,7 +40,7 @@ from tests.unit.backends.disk._disk import (
 
 pytestmark = pytest.mark.anyio
 OWN, OTHER = fmt.namespace_digest(CONTEXT), fmt.namespace_digest(OTHER_CONTEXT)
-ALL = Selection(1 << 40, all_of_it=True)
+ALL = RegionSelection(1 << 40, all_of_it=True)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ async def fill(path: Path, numbers: range, stored_s: int, **options: Any) -> Non
             assert await disk.store(number) == [Outcome.DONE]
 
 
-def purge(path: Path, selection: Selection, *, dry: bool = False) -> int:
+def purge(path: Path, selection: RegionSelection, *, dry: bool = False) -> int:
     """Purge a folder that nobody uses; returns how many blocks went."""
     with Folder(str(path), writable=not dry) as folder:
         purged = purge_folder(folder, folder.files.numbers(), selection, lambda: None, dry=dry)
@@ -92,22 +92,22 @@ async def test_purge_by_age_takes_the_old_blocks_and_their_bytes(tmp_path: Path)
     path = tmp_path / "kv"
     await fill(path, range(30), 1000)
     await fill(path, range(30, 70), 2000)
-    assert purge(path, Selection(1001), dry=True) == 30
+    assert purge(path, RegionSelection(1001), dry=True) == 30
     assert len(on_disk(path, range(70))) == 70
-    assert purge(path, Selection(1001)) == 30
+    assert purge(path, RegionSelection(1001)) == 30
     assert on_disk(path, range(70)) == list(range(30, 70))
     assert check_sound(path) == 40
     async with open_disk(path) as disk:
         assert await disk.found(range(70)) == list(range(30, 70))
         assert disk.lost == []
-    assert purge(path, Selection(1001)) == 0
+    assert purge(path, RegionSelection(1001)) == 0
 
 
 async def test_purge_of_a_namespace_leaves_the_others(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     await fill(path, range(40), 1000)
     await fill(path, range(40, 60), 1000, context=OTHER_CONTEXT)
-    assert purge(path, Selection(1 << 40, OTHER)) == 20
+    assert purge(path, RegionSelection(1 << 40, OTHER)) == 20
     assert on_disk(path, range(60)) == list(range(40))
     async with open_disk(path) as disk:
         assert await disk.found(range(60)) == list(range(40))
@@ -135,7 +135,7 @@ async def test_older_copies_and_removed_blocks_go_too(tmp_path: Path) -> None:
         await disk.store(*range(30))
         await disk.remove(*range(20))
         await disk.store(*range(10))
-    assert purge(path, Selection(1001)) == 30
+    assert purge(path, RegionSelection(1001)) == 30
     assert on_disk(path, range(30)) == []
     async with open_disk(path) as disk:
         assert await disk.found(range(30)) == []
@@ -149,7 +149,7 @@ async def test_bytes_of_the_time_before_go_as_well(tmp_path: Path) -> None:
         folder.files.write(0, 0, bytes(4096))
     await fill(path, range(50, 53), 2000, context=OTHER_CONTEXT)
     assert on_disk(path, range(10))
-    assert purge(path, Selection(1500)) == 0
+    assert purge(path, RegionSelection(1500)) == 0
     assert on_disk(path, range(10)) == []
     async with open_disk(path, OTHER_CONTEXT) as disk:
         assert await disk.found(range(60)) == [50, 51, 52]
@@ -166,7 +166,7 @@ async def test_without_holes_zeros_are_written(
         return OSError(errno.EOPNOTSUPP, "no holes here")
 
     monkeypatch.setattr(region_files, "punch_hole", refuse)
-    assert purge(path, Selection(1001)) == 20
+    assert purge(path, RegionSelection(1001)) == 20
     assert on_disk(path, range(30)) == list(range(20, 30))
     assert check_sound(path) == 10
 
@@ -178,7 +178,7 @@ async def test_encrypted_blocks_are_purged_without_their_key(tmp_path: Path) -> 
     options: dict[str, Any] = {"encryption_key_file": str(keys)}
     await fill(path, range(20), 1000, **options)
     await fill(path, range(20, 50), 2000, **options)
-    assert purge(path, Selection(1001)) == 20
+    assert purge(path, RegionSelection(1001)) == 20
     async with open_disk(path, **options) as disk:
         assert await disk.found(range(50)) == list(range(20, 50))
 
@@ -186,7 +186,7 @@ async def test_encrypted_blocks_are_purged_without_their_key(tmp_path: Path) -> 
 # --- a folder that an engine uses ---
 
 
-async def ask(path: Path, selection: Selection) -> int:
+async def ask(path: Path, selection: RegionSelection) -> int:
     """Ask the engine, and return how many blocks went."""
     answer = await asyncio.to_thread(ask_engine, str(path), selection, lambda: None)
     assert answer is not None
@@ -202,7 +202,7 @@ async def test_a_live_engine_forgets_tells_and_never_finds_them_again(tmp_path: 
         await disk.store(*range(30))
         disk.clock.now_s = 2000
         await disk.store(*range(30, 60))
-        assert await ask(path, Selection(1001)) == 30
+        assert await ask(path, RegionSelection(1001)) == 30
         assert sorted(disk.lost) == sorted(key_of(n) for n in range(30))
         assert disk.count("blocks_purged") == 30
         assert await disk.found(range(60)) == list(range(30, 60))
@@ -219,7 +219,7 @@ async def test_a_live_engine_purges_another_ones_blocks(tmp_path: Path) -> None:
     await fill(path, range(40, 60), 1000, context=OTHER_CONTEXT)
     async with open_disk(path) as disk:
         await disk.store(*range(20))
-        assert await ask(path, Selection(1 << 40, OTHER)) == 20
+        assert await ask(path, RegionSelection(1 << 40, OTHER)) == 20
         assert disk.lost == []
         assert await disk.found(range(60)) == list(range(20))
         assert on_disk(path, range(60)) == list(range(20))
@@ -287,7 +287,7 @@ async def test_a_block_that_is_reinserted_meanwhile_goes_as_well(
             return real(state)
 
         monkeypatch.setattr(log.regions, "count_in", count_in)
-        asking = asyncio.ensure_future(ask(path, Selection(1001)))
+        asking = asyncio.ensure_future(ask(path, RegionSelection(1001)))
         await until_true(lambda: looks > 3 or asking.done())  # one more each time it has waited
         assert not asking.done(), "a region is being reclaimed"
         assert disk.lost == []
@@ -500,7 +500,7 @@ async def test_what_blocks_of_another_size_left_behind_the_last_slot_is_erased(
         folder.files.write(0, end, left)
     assert left in (path / "segment-00000.kv").read_bytes()
     with Folder(str(path), writable=True) as folder:
-        purge_folder(folder, [0], Selection(0), lambda: None, dry=False)
+        purge_folder(folder, [0], RegionSelection(0), lambda: None, dry=False)
     assert left not in (path / "segment-00000.kv").read_bytes()
     async with open_disk(path, region_bytes=16 * fmt.PAGE_BYTES) as disk:
         assert await disk.found([1, 2]) == [1, 2]

@@ -8,8 +8,8 @@ import pytest
 from valkey.crc import key_slot
 
 from kvtier.plugin_api.backend import Connection, Outcome
-from kvtier_backends.redis.offline import list_servers, purge_servers
-from kvtier_backends.shared.holdings import Wanted
+from kvtier.plugin_api.offline import Selection
+from kvtier_backends.redis.offline import RedisStorage
 from tests.support.patience import until, until_true
 from tests.unit.backends.redis._redis import CONTEXT, Tier, key_of, open_redis
 
@@ -49,13 +49,13 @@ async def test_blocks_are_spread_over_the_nodes_of_a_cluster(cluster: Cluster) -
 async def test_what_all_nodes_have_is_listed_and_removed(cluster: Cluster) -> None:
     async with open_redis(cluster.url, mode="cluster") as tier:
         assert await tier.store(*MANY) == [Outcome.DONE] * 30
-        client, given = tier.backend._watch._client, tier.backend._given
-        (holding,) = (await list_servers(client, given, lambda _: None)).values()
-        assert (holding.blocks, holding.facts) == (30, CONTEXT.namespace.facts)
-        gone, failed = await purge_servers(client, given, Wanted(), lambda _: None, dry=False)
+        storage = RedisStorage(tier.backend._watch._client, tier.backend._given)
+        (blocks,) = (await storage._list(lambda _: None)).values()
+        assert (blocks.blocks, blocks.facts) == (30, CONTEXT.namespace.facts)
+        gone, failed = await storage._remove(Selection(), lambda _: None, dry=False)
         assert ([each.blocks for each in gone.values()], failed) == ([30], 0)
         assert await tier.load(*MANY) == [Outcome.ABSENT] * 30
-        assert await list_servers(client, given, lambda _: None) == {}
+        assert await storage._list(lambda _: None) == {}
 
 
 async def test_a_hash_slot_that_changes_hands_is_followed(cluster: Cluster) -> None:

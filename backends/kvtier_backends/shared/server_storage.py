@@ -1,0 +1,54 @@
+"""The servers of a tier for ``kvtier ls`` and ``purge``: walks over names are coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
+
+from kvtier.plugin_api.offline import Contents, NamespaceBlocks, Offline, Removed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kvtier.plugin_api.offline import Selection
+    from kvtier.plugin_api.progress import ShowProgress
+
+
+class ServerStorage(Offline):
+    """Servers that are reached by an address; their coroutines raise ``StoreFault``."""
+
+    schemes: ClassVar[tuple[str, ...]]  #: beginnings of its addresses, without ``://``
+
+    @classmethod
+    @override
+    def options_at(cls, place: str) -> Mapping[str, Any] | None:
+        scheme, mark, _ = place.partition("://")
+        return {"url": place} if mark and scheme in cls.schemes else None
+
+    @abstractmethod
+    async def _list(self, advance: Callable[[int], None]) -> dict[str, NamespaceBlocks]:
+        """Return the blocks by namespace. ``advance``: called with each number of names."""
+
+    @abstractmethod
+    async def _remove(
+        self, selection: Selection, advance: Callable[[int], None], *, dry: bool
+    ) -> tuple[dict[str, NamespaceBlocks], int]:
+        """Remove blocks; return them, and how many names could not be removed.
+
+        Descriptions go with whole namespaces: a running engine writes its own again.
+        """
+
+    @override
+    def list(self, progress: ShowProgress) -> Contents:
+        with progress("looking at names", None) as bar:
+            held = asyncio.run(self._list(bar.advance))
+        return Contents([*held.values()])
+
+    @override
+    def remove(self, selection: Selection, progress: ShowProgress, *, dry: bool) -> Removed:
+        with progress("looking at names" if dry else "removing", None) as bar:
+            gone, failed = asyncio.run(self._remove(selection, bar.advance, dry=dry))
+        return Removed.of_blocks(gone.values(), failed)

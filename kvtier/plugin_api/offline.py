@@ -1,0 +1,214 @@
+"""The protocol between ``kvtier ls``, ``fsck``, ``purge``, ``evict`` and a tier's storage.
+
+These commands look at storage without an engine, or beside engines that use it. They know no
+storage technology: a third party registers a class under the entry-point group ``kvtier.offline``,
+by the name of its tier type, and its storage is listed, verified and purged like any other. It is
+apart from ``Backend``, since a command must start without what an engine needs.
+
+Results carry what all storage has (blocks, bytes, namespaces) by name, and what only one has in
+``figures``, for ``--json``, and ``rows``, for people.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from kvtier.errors import ConfigError
+from kvtier.plugin_api.keys import is_unnamed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kvtier.plugin_api.keys import Key
+    from kvtier.plugin_api.progress import ShowProgress
+
+
+@dataclass
+class NamespaceBlocks:
+    """The blocks of one namespace, found or removed. Times are seconds since 1970."""
+
+    namespace: str
+    blocks: int = 0
+    bytes: int = 0  #: of blocks, and of their protection
+    oldest_s: int | None = None  #: None: the storage does not say
+    newest_s: int | None = None
+    dead_blocks: int = 0  #: of unnamed weights: no engine that starts finds them
+    dead_bytes: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)  #: empty: not known
+
+    def add(self, key: Key | None, size: int, stored_s: float | None = None) -> None:
+        """Add a block. ``key``: None if its name does not contain it."""
+        self.blocks += 1
+        self.bytes += size
+        if key is not None and is_unnamed(key):
+            self.dead_blocks += 1
+            self.dead_bytes += size
+        if stored_s is not None:
+            self.oldest_s = min(int(stored_s), self.oldest_s or int(stored_s))
+            self.newest_s = max(int(stored_s), self.newest_s or 0)
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Set what the namespace's description names."""
+        self.facts = facts
+
+    def figures(self) -> dict[str, Any]:
+        """Return its row of a report. Storage that knows more, or less, returns other columns."""
+        return asdict(self)
+
+
+class Selection(NamedTuple):
+    """Selects the blocks to remove: those that match all of this."""
+
+    namespace: str | None = None
+    before_s: float | None = None  #: stored before that, in seconds since 1970
+    dead: bool = False  #: of unnamed weights
+
+    @property
+    def are_whole_namespaces(self) -> bool:
+        """Return whether nothing of a namespace stays."""
+        return self.before_s is None and not self.dead
+
+    @property
+    def is_everything(self) -> bool:
+        """Return whether nothing at all stays, readable or not."""
+        return self.are_whole_namespaces and self.namespace is None
+
+    def has(self, namespace: str, key: Key | None, stored_s: float | None = None) -> bool:
+        """Return whether a block is to be removed. ``key``, ``stored_s``: None if not known."""
+        if self.namespace not in (None, namespace):
+            return False
+        if self.before_s is not None and (stored_s is None or stored_s >= self.before_s):
+            return False
+        return not self.dead or (key is not None and is_unnamed(key))
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What storage holds."""
+
+    namespaces: Sequence[NamespaceBlocks]
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    rows: Sequence[tuple[str, str]] = ()
+    is_complete: bool = True  #: False: interrupted, and the rest was not counted
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a check of all blocks found."""
+
+    figures: Mapping[str, Any]
+    rows: Sequence[tuple[str, str]]
+    problems: Sequence[Mapping[str, Any]]  #: each with ``case``, ``what``, and where it is
+    problem_count: int  #: of all; ``problems`` may be the first ones
+    repaired: int
+    advice: str  #: what ``--repair`` does with them, and what an engine does
+    remark: str = ""  #: what was not verified, and how it could be
+    is_complete: bool = True
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What was removed, or would be."""
+
+    namespaces: Sequence[NamespaceBlocks]
+    figures: Mapping[str, Any]
+    left: str = ""  #: why something that was selected may still be there, as a sentence
+    by: str = ""  #: who removed it, if another process did
+    is_known: bool = True  #: False: ``left`` is all that is known
+    is_complete: bool = True
+
+    @classmethod
+    def of_blocks(
+        cls, gone: Iterable[NamespaceBlocks], failed: int, *, is_complete: bool = True
+    ) -> Removed:
+        """Return the result of a removal block by block, of which ``failed`` did not succeed."""
+        left = f"{failed:,} blocks could not be removed." if failed else ""
+        return cls([*gone], {"blocks_failed": failed}, left=left, is_complete=is_complete)
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """What storage held before it was shrunk, and what was removed."""
+
+    blocks: int
+    bytes: int
+    other_bytes: int  #: of what is no block
+    blocks_removed: int
+    bytes_removed: int
+    blocks_failed: int  #: that could not be removed
+    reason: str  #: of the last failure
+    is_complete: bool
+
+    @property
+    def bytes_left(self) -> int:
+        """Bytes left afterwards."""
+        return self.bytes + self.other_bytes - self.bytes_removed
+
+
+class Offline(ABC):
+    """The storage of one tier, as seen by tools. Engines may be using it.
+
+    Calls block, and come from one thread. They raise ``OSError`` or ``StoreFault`` for storage
+    that fails, and ``ConfigError`` for what it does not offer. Ctrl-C ends a call early: it
+    reports what was done, with ``is_complete`` False, or lets ``KeyboardInterrupt`` pass.
+    """
+
+    place: str  #: the folder or the address, for people
+    verifies_encrypted: ClassVar[bool] = False
+    """Whether ``verify`` decrypts blocks, if the option ``encryption_key_file`` is given."""
+
+    @classmethod
+    @abstractmethod
+    def options_at(cls, place: str) -> Mapping[str, Any] | None:
+        """Return the options of a tier at ``place``, an existing folder or an address.
+
+        None if the storage there is not of this type. Raises ``OSError``.
+        """
+
+    @classmethod
+    @abstractmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Offline:
+        """Return the storage of a tier with these options. Raises ``ConfigError``.
+
+        They are those of ``options_at``, or of an entry of ``secondary_tiers``.
+        """
+
+    @property
+    def users(self) -> str:
+        """Return who uses it now, as a clause such as ``"which process 12 is using"``, or ""."""
+        return "which engines may be using"
+
+    @abstractmethod
+    def list(self, progress: ShowProgress) -> Contents:
+        """Count the blocks by namespace."""
+
+    @abstractmethod
+    def remove(self, selection: Selection, progress: ShowProgress, *, dry: bool) -> Removed:
+        """Remove the selected blocks, so that nothing finds them; if ``dry``, count them."""
+
+    def refuse_selection(self, selection: Selection) -> None:  # noqa: B027 - most can select by all
+        """Raise ``ConfigError`` for a selection that this storage can't make, before all work."""
+
+    def verify(self, progress: ShowProgress, *, repair: bool) -> Verified:  # noqa: ARG002 - for those that can
+        """Read every block and compare it with its checksum; ``repair``: remove unsound ones."""
+        raise ConfigError(
+            f"{self.place} can't be verified from outside: an engine checks each block that it "
+            "loads."
+        )
+
+    def shrink(self, capacity_bytes: int) -> Shrunk:  # noqa: ARG002 - as above
+        """Remove the least recently used blocks until it holds no more than that."""
+        raise ConfigError(
+            f"{self.place} can't be shrunk from outside: it bounds itself. Lower the tier's own "
+            "bound, or use kvtier purge."
+        )
+
+
+def unreadable(place: str, problem: OSError) -> ConfigError:
+    """Return the refusal of a folder that can't be read or changed."""
+    remedy = "Is the disk there, and sound?"
+    if isinstance(problem, PermissionError):
+        remedy = "Run this as the user that the engine runs as."
+    return ConfigError(f"{place}: {problem.strerror or problem}. {remedy}")

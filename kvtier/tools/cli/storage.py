@@ -1,0 +1,119 @@
+"""Opens the storage that a command names: a folder, an address, or an entry of secondary_tiers.
+
+Shared by ``ls``, ``fsck``, ``purge`` and ``evict``. What kind of storage it is, the classes
+under the entry point ``kvtier.offline`` recognize.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.errors import ConfigError, StoreFault
+from kvtier.plugin_api.offline import unreadable
+from kvtier.plugin_api.options import shown
+from kvtier.settings.plugins import offline_classes
+from kvtier.tools.answering import ANSWER_S_MAX, check_answers, silent_option
+from kvtier.tools.cli.terminal import check_can_report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from kvtier.plugin_api.offline import Offline
+
+ENTRY: Final = "{"
+
+
+@contextmanager
+def opened(
+    place: str, json_file: str | None, encryption_key_file: str | None = None
+) -> Iterator[Offline]:
+    """Give the storage at ``place``; faults of it become ``ConfigError``.
+
+    Raises ``Misuse`` now if the figures could not be written later, or the storage hangs.
+    """
+    check_can_report(json_file)
+    kind, options = _kind_and_options(place)
+    if encryption_key_file is not None:
+        if not kind.verifies_encrypted:
+            raise ConfigError(
+                f"--encryption-key-file: no keys are needed to verify {place}, whose "
+                "encrypted blocks are not decrypted. Leave it out."
+            )
+        options = {**options, "encryption_key_file": encryption_key_file}
+    storage = kind.from_options(options)
+    try:
+        yield storage
+    except StoreFault as problem:
+        raise ConfigError(
+            f"{storage.place} can't be looked at: {problem}. See to the server, or give an entry "
+            "of secondary_tiers with what it asks for."
+        ) from problem
+    except OSError as problem:
+        raise unreadable(storage.place, problem) from problem
+
+
+def _kind_and_options(place: str) -> tuple[type[Offline], Mapping[str, Any]]:
+    classes = offline_classes()
+    if place.lstrip().startswith(ENTRY):
+        return _of_entry(place, classes)
+    if "://" not in place:
+        _check_folder(place, classes)
+    try:
+        found = [
+            (each, options) for each in classes.values() if (options := each.options_at(place))
+        ]
+    except OSError as problem:
+        raise unreadable(place, problem) from problem
+    if len(found) != 1:
+        by = "by more than one type of tier" if found else "as the storage of a tier"
+        fault = f"is {'' if found else 'not '}recognized {by}"
+        raise ConfigError(f"{place} {fault}. {_what_to_name(classes)}")
+    return found[0]
+
+
+def _of_entry(
+    place: str, classes: Mapping[str, type[Offline]]
+) -> tuple[type[Offline], Mapping[str, Any]]:
+    try:
+        entry = json.loads(place)
+    except (ValueError, RecursionError) as problem:
+        raise ConfigError(
+            f"{place} is no JSON ({problem}). Give one entry of secondary_tiers."
+        ) from None
+    kind = entry.pop("type", None)
+    if not isinstance(kind, str) or kind not in classes:
+        raise ConfigError(f"{shown(place)} is no tier that can be listed. {_what_to_name(classes)}")
+    silent = silent_option(entry)
+    if silent is not None:
+        raise ConfigError(
+            f"{silent}={shown(entry[silent])} has not answered for {ANSWER_S_MAX:g} s: its storage "
+            "hangs, or is very slow. Mend the storage, then try again."
+        )
+    return classes[kind], entry
+
+
+def _check_folder(path: str, classes: Mapping[str, type[Offline]]) -> None:
+    """Raise ``ConfigError`` for what is no folder, or a folder that can't be read."""
+    check_answers(path)
+    try:
+        with os.scandir(path):
+            return
+    except FileNotFoundError:
+        fault = "does not exist"
+    except NotADirectoryError:
+        fault = "is not a folder"
+    except (OSError, ValueError) as problem:
+        if isinstance(problem, OSError):
+            raise unreadable(path, problem) from problem
+        fault = f"is no name of a folder ({problem})"
+    raise ConfigError(f"{path} {fault}. {_what_to_name(classes)}")
+
+
+def _what_to_name(classes: Mapping[str, type[Offline]]) -> str:
+    return (
+        "Name a tier's folder, its address, or its entry of secondary_tiers as JSON. Types that "
+        f"can be listed: {', '.join(sorted(classes))}."
+    )
