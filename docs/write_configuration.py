@@ -8,12 +8,16 @@ After a change of an option, or of its text::
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
+import sys
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from kvtier.plugin_api.option_fields import options_of
+from kvtier.plugin_api.option_fields import OptionField, options_of
 from kvtier.plugin_api.options import INTEGER_MAX, REQUIRED, SECONDS_MAX, Options
 from kvtier.settings.extra_config import VLLMOptions
 from kvtier.settings.hosted_tier import HostedOptions
@@ -27,34 +31,47 @@ from kvtier_backends.mooncake.mooncake_options import MooncakeOptions
 from kvtier_backends.redis.redis_options import RedisOptions
 from kvtier_backends.s3.s3_options import S3Options
 
-if TYPE_CHECKING:
-    from kvtier.plugin_api.option_fields import OptionField
-
 PAGE: Final = Path(__file__).parent / "reference" / "configuration.md"
 OF_VLLM: Final = ("eviction_policy", "store_threshold", "max_tracker_size")
 """Keys of vLLM's that kvtier reads in its place."""
 
-_RUNTIME: Final = options_of(RuntimeConfig)
+
+def _rows(kind: type) -> dict[str, tuple[OptionField, str]]:
+    """Return the options of a class by name, each with the text below its field."""
+    texts = {}
+    for owner in kind.__mro__[:-1]:
+        (body,) = (
+            node.body
+            for node in ast.parse(inspect.getsource(sys.modules[owner.__module__])).body
+            if isinstance(node, ast.ClassDef) and node.name == owner.__name__
+        )
+        for field, below in pairwise(body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split())
+    return {key: (option, texts[key]) for key, option in options_of(kind).items()}
+
+
+_RUNTIME: Final = _rows(RuntimeConfig)
 TABLES: Final = {
-    "vllm": options_of(VLLMOptions) | {key: _RUNTIME[key] for key in OF_VLLM},
+    "vllm": _rows(VLLMOptions) | {key: _RUNTIME[key] for key in OF_VLLM},
     "kvtier": {key: option for key, option in _RUNTIME.items() if key not in OF_VLLM},
-    "tier": options_of(TierConfig),
-    "disk": options_of(DiskOptions),
-    "fs": options_of(FsOptions),
-    "redis": options_of(RedisOptions),
-    "s3": options_of(S3Options),
-    "mooncake": options_of(MooncakeOptions),
-    "memory": options_of(MemoryOptions),
-    "faults": options_of(OperationFaults),
-    "vllm_tier": options_of(HostedOptions),
-    "entry": options_of(SecondaryTierOptions),
+    "tier": _rows(TierConfig),
+    "disk": _rows(DiskOptions),
+    "fs": _rows(FsOptions),
+    "redis": _rows(RedisOptions),
+    "s3": _rows(S3Options),
+    "mooncake": _rows(MooncakeOptions),
+    "memory": _rows(MemoryOptions),
+    "faults": _rows(OperationFaults),
+    "vllm_tier": _rows(HostedOptions),
+    "entry": _rows(SecondaryTierOptions),
 }
 _MADE: Final = re.compile(
     r"^(<!-- made by docs/write_configuration.py: (\w+) -->\n).*?^(<!-- end -->)$",
     re.MULTILINE | re.DOTALL,
 )
 _WORDS: Final[dict[object, str]] = {
-    Options.mapping: "a mapping",
     Options.flag: "`true` or `false`",
     Options.mapping: "a mapping",
     Options.path: "a path",
@@ -70,11 +87,11 @@ def made(page: str) -> str:
 
 def _table(name: str, page: str) -> str:
     rows = ["| key | default | values | meaning |", "|---|---|---|---|"]
-    for key, option in TABLES[name].items():
+    for key, (option, about) in TABLES[name].items():
         shown = f"`{key}`"
         if f"\n### {shown}\n" in page:
             shown = f"[{shown}](#{key})"
-        rows.append(f"| {shown} | {_default(option)} | {_values(option)} | {option.about} |")
+        rows.append(f"| {shown} | {_default(option)} | {_values(option)} | {about} |")
     return "\n".join(rows)
 
 
@@ -91,7 +108,7 @@ def _default(option: OptionField) -> str:
 
 def _values(option: OptionField) -> str:
     """Return what is taken, without what the page says of all numbers and sizes."""
-    bounds = option.bounds
+    bounds = {**(getattr(option.method, "__kwdefaults__", None) or {}), **option.bounds}
     if bounds.get("choices"):
         return " or ".join(f'`"{choice}"`' for choice in bounds["choices"])
     least, most = bounds.get("minimum"), bounds.get("maximum", INTEGER_MAX)

@@ -157,25 +157,8 @@ def _target(node: Assignment) -> str:
 def _field(node: Assignment) -> str:
     """Return an attribute as its class declares it; a member of an enum by its name and value."""
     kind = f": {ast.unparse(node.annotation)}" if isinstance(node, ast.AnnAssign) else ""
-    option = _option(node)
-    default = node.value if option is None else option[0]
-    value = f" = {ast.unparse(default)}" if default is not None else ""
+    value = f" = {ast.unparse(node.value)}" if node.value is not None else ""
     return f"{_target(node)}{kind}{value if len(value) < 40 else ' = ...'}"
-
-
-def _option(node: ast.stmt) -> tuple[ast.expr | None, str] | None:
-    """Return default and meaning of a field that is an option, see ``option_fields``."""
-    calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
-    for call in calls:
-        values = {word.arg: word.value for word in call.keywords}
-        match ast.unparse(call.func):
-            case "option.required":
-                return None, ast.literal_eval(call.args[1])
-            case "option.flag":
-                return values["default"], ast.literal_eval(call.args[0])
-            case name if name.startswith("option."):
-                return call.args[0], ast.literal_eval(call.args[1])
-    return None
 
 
 def _value(node: ast.stmt) -> str:
@@ -189,13 +172,7 @@ def _value(node: ast.stmt) -> str:
 
 
 def _said_of(home: str, node: ast.stmt) -> str:
-    """Return what is said of an assignment: a ``#:`` beside or above it, or a text below it.
-
-    An option says it itself.
-    """
-    option = _option(node)
-    if option is not None:
-        return option[1]
+    """Return what is said of an assignment: a ``#:`` beside or above it, or a text below it."""
     tree, lines = _read(home)
     after = {
         id(one): other

@@ -30,23 +30,28 @@ class OperationFaults:
     backend's life, is a multiple of the ``..._every`` in question (0: none).
     """
 
-    delay_s: float = option.seconds(0.0, "wait this many seconds first")
-    hang: bool = option.flag("never answer", default=False)
-    error: str | BaseException | None = option.text(
-        None, "raise this (a text becomes a `StoreFault`)"
-    )
-    fail_keys: frozenset[bytes] = option.read_apart(frozenset(), "these blocks are FAILED")
-    fail_every: int = option.integer(0, "every n-th block is FAILED")
-    corrupt_keys: frozenset[bytes] = option.read_apart(
-        frozenset(), "load only: these come with a bit flipped"
-    )
-    corrupt_every: int = option.integer(0, "load only: every n-th block comes with a bit flipped")
-    answers_missing: int = option.integer(0, "leave out this many answers at the end")
-    full: bool = option.flag("store only: every block is FULL", default=False)
-    calls_skipped: int = option.integer(0, "the first so many calls are sound")
-    calls_max: int | None = option.integer(
-        None, "so many calls after these are hit; by default all"
-    )
+    delay_s: option.Seconds = 0.0
+    """wait this many seconds first"""
+    hang: option.Flag = False
+    """never answer"""
+    error: option.Text | BaseException | None = None
+    """raise this (a text becomes a `StoreFault`)"""
+    fail_keys: option.ReadApart[frozenset[bytes]] = frozenset()
+    """these blocks are FAILED"""
+    fail_every: option.Integer = 0
+    """every n-th block is FAILED"""
+    corrupt_keys: option.ReadApart[frozenset[bytes]] = frozenset()
+    """load only: these come with a bit flipped"""
+    corrupt_every: option.Integer = 0
+    """load only: every n-th block comes with a bit flipped"""
+    answers_missing: option.Integer = 0
+    """leave out this many answers at the end"""
+    full: option.Flag = False
+    """store only: every block is FULL"""
+    calls_skipped: option.Integer = 0
+    """the first so many calls are sound"""
+    calls_max: option.Integer | None = None
+    """so many calls after these are hit; by default all"""
     _calls: int = field(default=0, init=False)
     _blocks: int = field(default=0, init=False)
 

@@ -6,10 +6,11 @@ every way that a real tier does, see ``kvtier_backends.faults``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import anyio
+from msgspec import Meta
 
 from kvtier.errors import Misuse, StoreFault
 from kvtier.plugin_api import option_fields as option
@@ -43,14 +44,10 @@ class _Kept(NamedTuple):
 class MemoryOptions:
     """The parsed options."""
 
-    capacity_bytes: int = field(
-        metadata=option.required(
-            Options.size,
-            "bytes of blocks. Refused: too small for one block; more than the machine's memory",
-            minimum=1,
-        )
-    )
-    faults: FaultScript | None = option.read_apart(None, "a mapping: faults to inject, for tests")
+    capacity_bytes: Annotated[option.Size, Meta(ge=1)]
+    """bytes of blocks. Refused: too small for one block; more than the machine's memory"""
+    faults: option.ReadApart[FaultScript | None] = None
+    """a mapping: faults to inject, for tests"""
 
 
 class MemoryBackend(Backend):

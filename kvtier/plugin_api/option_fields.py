@@ -1,51 +1,91 @@
-"""Defines options as fields of a dataclass: default, bounds and meaning are written once.
+"""Defines options as fields of a dataclass: type, bounds, default and meaning are written once.
 
 ``read`` reads them from a configuration, and the tables of the configuration's reference
 are made from them::
 
     @dataclass(frozen=True)
     class ShelfOptions:
-        capacity_blocks: int = field(
-            metadata=required(Options.integer, "how many blocks there is room for", minimum=1)
-        )
-        linger_s: float = seconds(0.5, "how long a removed block is kept")
+        capacity_blocks: Annotated[Integer, Meta(ge=1)]
+        "how many blocks there is room for"
+        linger_s: Seconds = 0.5
+        "how long a removed block is kept"
 
     reader = Options(options, f"secondary tier {context.tier_name}")
     given = ShelfOptions(**read(ShelfOptions, reader))
     reader.finish()
 
-A default of None means that the option may be omitted: then the field is None.
+A field is an option if its type is one of those below, or a ``Literal``. ``Meta`` is
+``msgspec``'s; its ``ge`` and ``le`` are bounds. A default of None means that the option may be
+omitted: then the field is None. The types of all fields are evaluated, so their names must be
+imported at run time, not only for a type checker.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from kvtier.plugin_api.options import INTEGER_MAX, REQUIRED, SECONDS_MAX, Options
+from msgspec import Meta
+
+from kvtier.plugin_api.options import REQUIRED, Options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
     from _typeshed import DataclassInstance
 
 _Any = TypeVar("_Any")
-_Int = TypeVar("_Int", bound="int | None")
-_Float = TypeVar("_Float", bound="float | None")
-_Flag = TypeVar("_Flag", bound="bool | None")
-_Text = TypeVar("_Text", bound="str | None")
 
-_OPTION: Final = "kvtier option"
+Integer: TypeAlias = Annotated[int, Options.integer]
+"""A whole number, 0 or more."""
+
+Size: TypeAlias = Annotated[int, Options.size]
+"""A number of bytes."""
+
+Number: TypeAlias = Annotated[float, Options.number]
+"""A float above 0."""
+
+Seconds: TypeAlias = Annotated[float, Options.seconds]
+"""A duration above 0."""
+
+WholeSeconds: TypeAlias = Annotated[int, Options.whole_seconds]
+"""A duration in whole seconds, 0 or more."""
+
+Text: TypeAlias = Annotated[str, Options.text]
+"""A text that is not empty. One of a few: ``Literal``."""
+
+Path: TypeAlias = Annotated[str, Options.path]
+"""A path, made absolute. Without a default."""
+
+Flag: TypeAlias = Annotated[bool, Options.flag]
+"""True or false."""
+
+Table: TypeAlias = Annotated[Mapping[str, Any], Options.mapping, Meta(extra={"required": True})]
+"""A mapping. Without a default."""
+
+ReadApart: TypeAlias = Annotated[_Any, None]
+"""An option that the class reads itself: ``read`` only accepts its key."""
 
 
 @dataclass(frozen=True)
 class OptionField:
     """The option that a field describes."""
 
-    about: str  #: for the reference: one line of Markdown
     default: Any
-    method: Callable[..., Any] | None = None  #: of ``Options``; None: its class reads it itself
-    bounds: Mapping[str, Any] = field(default_factory=dict)  #: arguments of ``method``
+    method: Callable[..., Any] | None  #: of ``Options``; None: its class reads it itself
+    bounds: Mapping[str, Any]  #: arguments of ``method``
 
     def value(self, options: Options, key: str) -> Any:  # noqa: ANN401 - the field's type
         """Return the given value, else the default. Raises ``ConfigError``."""
@@ -54,60 +94,16 @@ class OptionField:
         return self.method(options, key, **self.bounds)
 
 
-def integer(default: _Int, about: str, *, minimum: int = 0, maximum: int = INTEGER_MAX) -> _Int:
-    """Make a field for a whole number."""
-    return _field(about, default, Options.integer, minimum=minimum, maximum=maximum)
-
-
-def size(default: _Int, about: str, *, minimum: int = 0) -> _Int:
-    """Make a field for a number of bytes."""
-    return _field(about, default, Options.size, minimum=minimum)
-
-
-def number(
-    default: _Float, about: str, *, minimum: float | None = None, maximum: float = SECONDS_MAX
-) -> _Float:
-    """Make a field for a float: above 0, or ``minimum`` or more."""
-    return _field(about, default, Options.number, minimum=minimum, maximum=maximum)
-
-
-def seconds(
-    default: _Float, about: str, *, minimum: float | None = None, maximum: float = SECONDS_MAX
-) -> _Float:
-    """Make a field for a duration: above 0, or ``minimum`` or more."""
-    return _field(about, default, Options.seconds, minimum=minimum, maximum=maximum)
-
-
-def whole_seconds(
-    default: _Int, about: str, *, minimum: int = 0, maximum: int = INTEGER_MAX
-) -> _Int:
-    """Make a field for a duration in whole seconds."""
-    return _field(about, default, Options.whole_seconds, minimum=minimum, maximum=maximum)
-
-
-def text(default: _Text, about: str, *, choices: Sequence[str] = ()) -> _Text:
-    """Make a field for a text, one of ``choices`` if there are any."""
-    return _field(about, default, Options.text, choices=choices)
-
-
-def flag(about: str, *, default: _Flag) -> _Flag:
-    """Make a field for true or false. ``default`` may be None: it then depends on other options."""
-    return _field(about, default, Options.flag)
-
-
-def read_apart(default: _Any, about: str) -> _Any:
-    """Make a field whose option the class reads itself: ``read`` only accepts its key."""
-    return _field(about, default, None)
-
-
-def required(method: Callable[..., Any], about: str, **bounds: object) -> dict[str, OptionField]:
-    """Return the ``metadata`` of a field whose option must be given. ``method``: of ``Options``."""
-    return {_OPTION: OptionField(about, REQUIRED, method, bounds)}
-
-
+@cache
 def options_of(kind: type[DataclassInstance]) -> dict[str, OptionField]:
-    """Return the options among the fields of a dataclass, by name."""
-    return {f.name: f.metadata[_OPTION] for f in fields(kind) if _OPTION in f.metadata}
+    """Return the options among the fields of a dataclass, by name: keyword-only ones last."""
+    types = get_type_hints(kind, include_extras=True)
+    return {
+        each.name: _option(part, REQUIRED if each.default is MISSING else each.default)
+        for each in sorted(fields(kind), key=lambda field: field.kw_only is True)
+        for part in (types[each.name], *get_args(types[each.name]))
+        if get_origin(part) in (Annotated, Literal)
+    }
 
 
 def read(
@@ -126,5 +122,16 @@ def read(
     }
 
 
-def _field(about: str, default: _Any, method: Callable[..., Any] | None, **bounds: object) -> _Any:
-    return field(default=default, metadata={_OPTION: OptionField(about, default, method, bounds)})
+def _option(kind: Any, default: object) -> OptionField:  # noqa: ANN401 - a type, as annotated
+    if get_origin(kind) is Literal:
+        return OptionField(default, Options.text, {"choices": get_args(kind)})
+    method, *metas = kind.__metadata__
+    bounds: dict[str, Any] = {}
+    for meta in metas:
+        if meta != Meta(ge=meta.ge, le=meta.le, extra=meta.extra):
+            raise TypeError(
+                f"{meta} has more than ge and le, which are all that options are held to"
+            )
+        given = {"minimum": meta.ge, "maximum": meta.le, **(meta.extra or {})}
+        bounds |= {name: bound for name, bound in given.items() if bound is not None}
+    return OptionField(default, method, bounds)

@@ -7,16 +7,17 @@ is refused at start instead of meaning something else; and vLLM gets values that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping  # noqa: TC003 - a field's type, read at run time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from msgspec import Meta
 
 from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.options import Options
 from kvtier.settings.runtime_config import RuntimeConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kvtier.settings.runtime_config import Ignores
 
 RANK: Final = "{dp_rank}"
@@ -29,49 +30,30 @@ WHERE: Final = "kv_connector_extra_config"
 class VLLMOptions:
     """Keys that vLLM reads, and kvtier only checks. Never instantiated."""
 
-    spec_name: str = field(
-        metadata=option.required(Options.text, 'for kvtier: `"KVTierOffloadingSpec"`')
-    )
-    spec_module_path: str = field(
-        metadata=option.required(Options.text, 'for kvtier: `"kvtier.vllm"`')
-    )
-    cpu_bytes_to_use: int = field(
-        metadata=option.required(
-            Options.size,
-            "bytes of host memory for the primary tier, all workers together, and for each "
-            "data-parallel engine. Refused: too small for one block; more, for all engines of a "
-            "host, than its memory, or than is free in `/dev/shm`",
-            minimum=1,
-            rounds_down=True,
-        )
-    )
-    block_size: int | None = option.integer(
-        None,
-        "tokens in one offloaded block; by default vLLM's block size. Refused: no multiple of it; "
-        "another for a model with a sliding window",
-        minimum=1,
-    )
-    blocks_per_chunk: int = option.integer(
-        1,
-        "vLLM blocks in one offloaded block; replaces `block_size`. Refused: both keys at once; "
-        "more than 1 for a model with a sliding window",
-        minimum=1,
-    )
-    offload_prompt_only: bool = option.flag(
-        "store only the blocks of prompts, not of outputs", default=True
-    )
-    self_describing_kv_events: bool = option.flag(
-        "KV events describe their contents", default=False
-    )
-    canonical_layout: bool = option.flag(
-        "a layout whose bytes do not depend on the parallel sizes", default=False
-    )
-    sync_load_budget_bytes: int = option.size(
-        0, "vLLM 0.33 reads it; with Mamba layers it counts as 0"
-    )
-    secondary_tiers: tuple[Mapping[str, Any], ...] = option.read_apart(
-        (), "a list of tiers, asked in this order. Refused: two tiers at one place"
-    )
+    spec_name: option.Text
+    """for kvtier: `"KVTierOffloadingSpec"`"""
+    spec_module_path: option.Text
+    """for kvtier: `"kvtier.vllm"`"""
+    cpu_bytes_to_use: Annotated[option.Size, Meta(ge=1, extra={"rounds_down": True})]
+    """bytes of host memory for the primary tier, all workers together, and for each data-parallel
+    engine. Refused: too small for one block; more, for all engines of a host, than its memory, or
+    than is free in `/dev/shm`"""
+    block_size: Annotated[option.Integer, Meta(ge=1)] | None = None
+    """tokens in one offloaded block; by default vLLM's block size. Refused: no multiple of it;
+    another for a model with a sliding window"""
+    blocks_per_chunk: Annotated[option.Integer, Meta(ge=1)] = 1
+    """vLLM blocks in one offloaded block; replaces `block_size`. Refused: both keys at once; more
+    than 1 for a model with a sliding window"""
+    offload_prompt_only: option.Flag = True
+    """store only the blocks of prompts, not of outputs"""
+    self_describing_kv_events: option.Flag = False
+    """KV events describe their contents"""
+    canonical_layout: option.Flag = False
+    """a layout whose bytes do not depend on the parallel sizes"""
+    sync_load_budget_bytes: option.Size = 0
+    """vLLM 0.33 reads it; with Mamba layers it counts as 0"""
+    secondary_tiers: option.ReadApart[tuple[Mapping[str, Any], ...]] = ()
+    """a list of tiers, asked in this order. Refused: two tiers at one place"""
 
 
 def read_settings(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtier.plugin_api import option_fields as option
@@ -16,21 +16,14 @@ if TYPE_CHECKING:
 class HostedOptions:
     """The options, read."""
 
-    tier: Mapping[str, Any] = field(
-        metadata=option.required(
-            Options.mapping,
-            "an entry of vLLM's own `secondary_tiers`, which vLLM's factory gets as it is: "
-            '`{"type": "fs", "root_dir": ...}`, or a class of yours with `module_path`. Refused: '
-            "a tier that serves other engines, such as `kvcr`, but not `p2p`",
-            required=True,
-        )
-    )
+    tier: option.Table
+    """an entry of vLLM's own `secondary_tiers`, which vLLM's factory gets as it is: `{"type": "fs",
+    "root_dir": ...}`, or a class of yours with `module_path`. Refused: a tier that serves other
+    engines, such as `kvcr`, but not `p2p`"""
 
-    request_scoped: bool = option.flag(
-        "`true`: what the tier has depends on the request. It sees the engine's own requests and "
-        "their `kv_transfer_params`, and none of those that have none. `p2p` does in any case",
-        default=False,
-    )
+    request_scoped: option.Flag = False
+    """`true`: what the tier has depends on the request. It sees the engine's own requests and their
+    `kv_transfer_params`, and none of those that have none. `p2p` does in any case"""
 
     @classmethod
     def read(cls, options: Mapping[str, Any], where: str) -> HostedOptions:

@@ -7,16 +7,19 @@ meaning; the others are kvtier's own. A bad value raises
 
 from __future__ import annotations
 
+from collections.abc import Mapping  # noqa: TC003 - a field's type, read at run time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
+
+from msgspec import Meta
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api import option_fields as option
-from kvtier.plugin_api.backend import Isolation
+from kvtier.plugin_api.backend import Isolation  # noqa: TC001 - likewise
 from kvtier.plugin_api.options import Options, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     Ignores: TypeAlias = Callable[[str, str | None], bool]
     """Returns whether to ignore an unknown key, of a tier's type or (None) of the whole."""
@@ -44,71 +47,44 @@ class TierConfig:
     """One entry of ``secondary_tiers``: the part that the layers above the backend read."""
 
     name: str  #: its number from 1 and its type, e.g. ``"1:fs"``, as in vLLM's metric labels
-    type: str = field(
-        metadata=option.required(
-            Options.text,
-            "the backend: `disk`, `fs`, `redis`, `s3`, `mooncake`, `vllm`, `memory`, or a type "
-            "that you have installed",
-        )
-    )
+    type: option.Text
+    """the backend: `disk`, `fs`, `redis`, `s3`, `mooncake`, `vllm`, `memory`, or a type that you
+    have installed"""
     options: Mapping[str, Any] = field(default_factory=dict)  #: the backend's own keys
-    locality: Locality | None = option.text(
-        None, "where the tier is, for KV events", choices=get_args(Locality)
-    )
-    enable_kv_events: bool = option.flag("publish KV events for this tier", default=False)
-    offload_policy: OffloadPolicy = option.text(
-        "chunk_level",
-        '`"request_level"` stores all blocks of a request, including prefix hits',
-        choices=get_args(OffloadPolicy),
-    )
-    eviction_policy: str = option.text(
-        DEFAULT_POLICY, "which blocks leave first, in a tier with a capacity of its own"
-    )
-    read_only: bool = option.flag(
-        "load what the tier has, and write nothing to it: for a bucket, a replica or a mount that "
-        "others fill. Refused: beside `admission`",
-        default=False,
-    )
-    admission: str = option.read_apart(ADMIT_ALL, "which blocks are written to the tier")
+    locality: Locality | None = None
+    """where the tier is, for KV events"""
+    enable_kv_events: option.Flag = False
+    """publish KV events for this tier"""
+    offload_policy: OffloadPolicy = "chunk_level"
+    """`"request_level"` stores all blocks of a request, including prefix hits"""
+    eviction_policy: option.Text = DEFAULT_POLICY
+    """which blocks leave first, in a tier with a capacity of its own"""
+    read_only: option.Flag = False
+    """load what the tier has, and write nothing to it: for a bucket, a replica or a mount that
+    others fill. Refused: beside `admission`"""
+    admission: option.ReadApart[str] = ADMIT_ALL
+    """which blocks are written to the tier"""
     admission_options: Mapping[str, Any] = field(default_factory=dict)
-    isolation: Isolation | None = option.text(
-        None,
-        "where the tier runs: in a process of its own (default of all types but `memory` and "
-        "`vllm`), or in the engine's process",
-        choices=get_args(Isolation),
-    )
-    probe_timeout_s: float = option.seconds(
-        1.0,
-        "hang timeout for lookups (probes): the tier counts as hung if none completes within this "
-        "time",
-    )
-    promote_timeout_s: float = option.seconds(
-        10.0,
-        "hang timeout for loads: the tier counts as hung if none completes within this time; "
-        "time in a queue does not count",
-    )
-    store_timeout_s: float = option.seconds(
-        60.0,
-        "hang timeout for stores: the tier counts as hung if none completes within this time; "
-        "their blocks stay pinned until the tier releases them",
-    )
-    start_timeout_s: float = option.seconds(
-        60.0,
-        "how long the storage may take to answer while the engine starts; after that it counts "
-        "as hung, see `on_unusable`",
-        maximum=3600.0,
-    )
-    startup_connect_timeout_s: float = option.seconds(
-        1.0,
-        "how long the engine's start waits until a tier that needs a server has reached it; after "
-        "that the engine starts, and the tier goes on connecting",
-        maximum=3600.0,
-    )
-    on_unusable: OnUnusable = option.text(
-        "refuse",
-        "what happens if the storage cannot be used at the start",
-        choices=get_args(OnUnusable),
-    )
+    isolation: Isolation | None = None
+    """where the tier runs: in a process of its own (default of all types but `memory` and `vllm`),
+    or in the engine's process"""
+    probe_timeout_s: option.Seconds = 1.0
+    """hang timeout for lookups (probes): the tier counts as hung if none completes within this
+    time"""
+    promote_timeout_s: option.Seconds = 10.0
+    """hang timeout for loads: the tier counts as hung if none completes within this time; time in a
+    queue does not count"""
+    store_timeout_s: option.Seconds = 60.0
+    """hang timeout for stores: the tier counts as hung if none completes within this time; their
+    blocks stay pinned until the tier releases them"""
+    start_timeout_s: Annotated[option.Seconds, Meta(le=3600.0)] = 60.0
+    """how long the storage may take to answer while the engine starts; after that it counts as
+    hung, see `on_unusable`"""
+    startup_connect_timeout_s: Annotated[option.Seconds, Meta(le=3600.0)] = 1.0
+    """how long the engine's start waits until a tier that needs a server has reached it; after that
+    the engine starts, and the tier goes on connecting"""
+    on_unusable: OnUnusable = "refuse"
+    """what happens if the storage cannot be used at the start"""
 
     @property
     def request_level(self) -> bool:
@@ -123,7 +99,7 @@ class TierConfig:
         kind = Options(values, f"secondary_tiers[{number - 1}]").text("type")
         options = Options(values, f"secondary_tiers[{number - 1}] ({kind})")
         admission = dict(_policy_mapping(options, "admission", ADMIT_ALL))
-        own = option.options_of(cls)
+        own = option.options_of(TierConfig)
         config = cls(
             name=f"{number}:{kind}",
             admission=admission.pop("policy"),
@@ -167,83 +143,52 @@ class RuntimeConfig:
 
     slot_count: int
     block_bytes: int
-    eviction_policy: str = option.text(
-        DEFAULT_POLICY,
-        "which blocks leave the primary tier first. Refused: a policy that is not installed",
-    )
-    store_threshold: int = option.integer(
-        0, "how often a block must be offered before it is stored; 0 and 1 store at once"
-    )
-    max_tracker_size: int = option.integer(
-        64_000, "how many keys `store_threshold` counts", minimum=1
-    )
+    eviction_policy: option.Text = DEFAULT_POLICY
+    """which blocks leave the primary tier first. Refused: a policy that is not installed"""
+    store_threshold: option.Integer = 0
+    """how often a block must be offered before it is stored; 0 and 1 store at once"""
+    max_tracker_size: Annotated[option.Integer, Meta(ge=1)] = 64_000
+    """how many keys `store_threshold` counts"""
     tiers: tuple[TierConfig, ...] = ()  #: of the key ``secondary_tiers``
-    on_reset: OnReset = option.text(
-        "new_generation",
-        "the effect of vLLM's reset of the connector on what was stored before",
-        choices=get_args(OnReset),
-    )
-    media_ids: MediaIds = option.text(
-        "engine",
-        'images, audio and video whose ids clients chose: `"engine"` keeps their blocks in this '
-        'engine\'s host memory; with `"trust"` tiers get them, too',
-        choices=get_args(MediaIds),
-    )
-    weights_version: str = option.text(
-        "", "a name for the weights: only engines and restarts with the same name share blocks"
-    )
-    store_reserve_fraction: float = option.number(
-        1 / 16,
-        "share of the slots that promotions never hold, so that stores can continue",
-        minimum=0.0,
-        maximum=0.999,
-    )
-    cascade_slots_fraction_max: float = option.number(
-        0.5, "share of the slots that the cascades of one tier may pin", maximum=1.0
-    )
-    abandoned_slots_fraction_max: float = option.number(
-        0.125,
-        "share of the slots that one hung tier may hold before it gets no more loads",
-        maximum=1.0,
-    )
-    lease_timeout_s: float = option.seconds(
-        60.0, "how long promoted blocks wait for the request that wanted them"
-    )
-    wait_timeout_s: float = option.seconds(
-        600.0,
-        "how long a request waits for tiers at most, in their queues too; then it computes what "
-        "has not arrived, which is no failure of a tier",
-    )
-    close_timeout_s: float = option.seconds(5.0, "how long closing waits for all tiers together")
-    job_blocks_max: int = option.integer(64, "blocks in one job", minimum=1)
-    jobs_in_flight_max: int = option.integer(
-        1_024,
-        "jobs in flight in one tier; must be below half of `mailbox_messages_max`",
-        minimum=1,
-    )
-    mailbox_messages_max: int = option.integer(8_192, "messages waiting for one tier", minimum=4)
-    directory_keys_max: int = option.integer(
-        1_000_000,
-        "keys remembered as present in a tier, for which it need not be probed; about 170 bytes "
-        "each",
-    )
-    load_policy: LoadPolicy = option.text(
-        "auto",
-        '`"auto"` computes what would take longer to load; `"always"` loads all that tiers have',
-        choices=get_args(LoadPolicy),
-    )
-    prefill_tokens_per_s: float | None = option.number(
-        None,
-        "how fast the engine computes prompts; without it, that is learnt from the engine's steps",
-    )
-    breaker_failures_max: int = option.integer(
-        3, "consecutive failures that open a tier's circuit breaker", minimum=1
-    )
-    breaker_pause_s: float = option.seconds(
-        1.0,
-        "first pause of an open breaker; each failed trial doubles it, up to `breaker_pause_s_max`",
-    )
-    breaker_pause_s_max: float = option.seconds(60.0, "longest pause of an open breaker")
+    on_reset: OnReset = "new_generation"
+    """the effect of vLLM's reset of the connector on what was stored before"""
+    media_ids: MediaIds = "engine"
+    """images, audio and video whose ids clients chose: `"engine"` keeps their blocks in this
+    engine's host memory; with `"trust"` tiers get them, too"""
+    weights_version: option.Text = ""
+    """a name for the weights: only engines and restarts with the same name share blocks"""
+    store_reserve_fraction: Annotated[option.Number, Meta(ge=0.0, le=0.999)] = 1 / 16
+    """share of the slots that promotions never hold, so that stores can continue"""
+    cascade_slots_fraction_max: Annotated[option.Number, Meta(le=1.0)] = 0.5
+    """share of the slots that the cascades of one tier may pin"""
+    abandoned_slots_fraction_max: Annotated[option.Number, Meta(le=1.0)] = 0.125
+    """share of the slots that one hung tier may hold before it gets no more loads"""
+    lease_timeout_s: option.Seconds = 60.0
+    """how long promoted blocks wait for the request that wanted them"""
+    wait_timeout_s: option.Seconds = 600.0
+    """how long a request waits for tiers at most, in their queues too; then it computes what has
+    not arrived, which is no failure of a tier"""
+    close_timeout_s: option.Seconds = 5.0
+    """how long closing waits for all tiers together"""
+    job_blocks_max: Annotated[option.Integer, Meta(ge=1)] = 64
+    """blocks in one job"""
+    jobs_in_flight_max: Annotated[option.Integer, Meta(ge=1)] = 1_024
+    """jobs in flight in one tier; must be below half of `mailbox_messages_max`"""
+    mailbox_messages_max: Annotated[option.Integer, Meta(ge=4)] = 8_192
+    """messages waiting for one tier"""
+    directory_keys_max: option.Integer = 1_000_000
+    """keys remembered as present in a tier, for which it need not be probed; about 170 bytes
+    each"""
+    load_policy: LoadPolicy = "auto"
+    """`"auto"` computes what would take longer to load; `"always"` loads all that tiers have"""
+    prefill_tokens_per_s: option.Number | None = None
+    """how fast the engine computes prompts; without it, that is learnt from the engine's steps"""
+    breaker_failures_max: Annotated[option.Integer, Meta(ge=1)] = 3
+    """consecutive failures that open a tier's circuit breaker"""
+    breaker_pause_s: option.Seconds = 1.0
+    """first pause of an open breaker; each failed trial doubles it, up to `breaker_pause_s_max`"""
+    breaker_pause_s_max: option.Seconds = 60.0
+    """longest pause of an open breaker"""
 
     def __post_init__(self) -> None:
         """Check the relations between settings."""

@@ -12,13 +12,15 @@ vLLM's here. vLLM's factory removes ``type``, ``module_path`` and ``backpressure
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from msgspec import Meta
 
 from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.options import Options
 from kvtier.settings.extra_config import for_rank
-from kvtier.settings.runtime_config import ADMIT_ALL, RuntimeConfig, TierConfig
+from kvtier.settings.runtime_config import ADMIT_ALL, Locality, RuntimeConfig, TierConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,22 +48,13 @@ _OF_A_PRIMARY_TIER: Final = (
 class SecondaryTierOptions:
     """Keys of an entry besides those of ``kv_connector_extra_config``. Never instantiated."""
 
-    tier: Mapping[str, Any] = field(
-        metadata=option.required(
-            Options.mapping,
-            "the tier, as an entry of kvtier's own `secondary_tiers`",
-            required=True,
-        )
-    )
-    staging_bytes: int | None = option.size(
-        None,
-        "bytes of host memory, beside `cpu_bytes_to_use`, through which blocks go to the tier and "
-        "back; by default a sixteenth of the primary tier, and 32 blocks at least",
-        minimum=1,
-    )
-    locality: str | None = option.text(
-        None, "as in `tier`, where it may stand instead", choices=("LOCAL", "REMOTE")
-    )
+    tier: option.Table
+    """the tier, as an entry of kvtier's own `secondary_tiers`"""
+    staging_bytes: Annotated[option.Size, Meta(ge=1)] | None = None
+    """bytes of host memory, beside `cpu_bytes_to_use`, through which blocks go to the tier and
+    back; by default a sixteenth of the primary tier, and 32 blocks at least"""
+    locality: Locality | None = None
+    """as in `tier`, where it may stand instead"""
 
 
 def read_secondary_tier(

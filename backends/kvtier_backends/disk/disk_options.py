@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from msgspec import Meta
 
 from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.options import Options
-from kvtier_backends.disk.encryption.encrypted_log import make_encrypted_log
+from kvtier_backends.disk.encryption.encrypted_log import EncryptedLog, make_encrypted_log
 from kvtier_backends.disk.format import PAGE_BYTES, TAG_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvtier.plugin_api.backend import BackendContext
-    from kvtier_backends.disk.encryption.encrypted_log import EncryptedLog
 
 CHECKSUM: Final = "xxh3_128"
 
@@ -23,59 +24,34 @@ CHECKSUM: Final = "xxh3_128"
 class DiskOptions:
     """The parsed options."""
 
-    path: str = field(
-        metadata=option.required(
-            Options.path,
-            "the folder; created if missing. Refused: in use by another engine; not a folder; not "
-            "writable; writable by everyone",
-        )
-    )
-    capacity_bytes: int = field(
-        metadata=option.required(
-            Options.size,
-            "bytes of all files together, never exceeded. Refused: too small for a few regions; "
-            "more than 2 to the 30th blocks; an index larger than the machine's memory",
-            minimum=1,
-        )
-    )
-    region_bytes: int | None = option.size(
-        None,
-        "bytes that are overwritten at once; if not given, chosen by capacity. Refused: no "
-        "multiple of 4096; too small for one block; too large for `capacity_bytes`",
-        minimum=PAGE_BYTES,
-    )
-    ttl_s: int = option.whole_seconds(
-        0, "age after which blocks expire; 0 disables expiry", maximum=1 << 31
-    )
-    io_depth: int = option.integer(
-        8,
-        "number of concurrent loads, and of concurrent stores; while a load runs, a quarter as "
-        "many stores, at least one",
-        minimum=1,
-        maximum=1024,
-    )
-    direct: bool = option.flag("use O_DIRECT where the filesystem supports it", default=True)
-    allow_world_writable: bool = option.flag(
-        "use a folder that everyone may write to, as on mounts where chmod does nothing (SMB, "
-        "Azure Files, gcsfuse). Whoever can write there can plant blocks: set a key that encrypts",
-        default=False,
-    )
-    checksum: str = option.read_apart(
-        CHECKSUM,
-        "how blocks are verified; everything that is read is verified. Refused: any other value, "
-        "including `false`",
-    )
-    encryption_key_file: str | None = option.read_apart(
-        None,
-        "a file of mode 0600 with 1 to 16 encryption keys for AES-256-GCM, 64 hex digits each, one "
-        "in each line: the first one encrypts, all decrypt. Needs the extra "
-        "[`disk-encryption`](#extras)",
-    )
-    encryption_key_env: str | None = option.read_apart(
-        None,
-        "the environment variable that holds them instead. Refused: both options; a key of "
-        "another length; none, or more than 16; a file that others may read",
-    )
+    path: option.Path
+    """the folder; created if missing. Refused: in use by another engine; not a folder; not
+    writable; writable by everyone"""
+    capacity_bytes: Annotated[option.Size, Meta(ge=1)]
+    """bytes of all files together, never exceeded. Refused: too small for a few regions; more than
+    2 to the 30th blocks; an index larger than the machine's memory"""
+    region_bytes: Annotated[option.Size, Meta(ge=PAGE_BYTES)] | None = None
+    """bytes that are overwritten at once; if not given, chosen by capacity. Refused: no multiple of
+    4096; too small for one block; too large for `capacity_bytes`"""
+    ttl_s: Annotated[option.WholeSeconds, Meta(le=1 << 31)] = 0
+    """age after which blocks expire; 0 disables expiry"""
+    io_depth: Annotated[option.Integer, Meta(ge=1, le=1024)] = 8
+    """number of concurrent loads, and of concurrent stores; while a load runs, a quarter as many
+    stores, at least one"""
+    direct: option.Flag = True
+    """use O_DIRECT where the filesystem supports it"""
+    allow_world_writable: option.Flag = False
+    """use a folder that everyone may write to, as on mounts where chmod does nothing (SMB, Azure
+    Files, gcsfuse). Whoever can write there can plant blocks: set a key that encrypts"""
+    checksum: option.ReadApart[str] = CHECKSUM
+    """how blocks are verified; everything that is read is verified. Refused: any other value,
+    including `false`"""
+    encryption_key_file: option.ReadApart[str | None] = None
+    """a file of mode 0600 with 1 to 16 encryption keys for AES-256-GCM, 64 hex digits each, one in
+    each line: the first one encrypts, all decrypt. Needs the extra [`disk-encryption`](#extras)"""
+    encryption_key_env: option.ReadApart[str | None] = None
+    """the environment variable that holds them instead. Refused: both options; a key of another
+    length; none, or more than 16; a file that others may read"""
     encrypted_log: EncryptedLog | None = None
 
     @property

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from anyio import move_on_after
+from msgspec import Meta
 
 from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.backend import (
@@ -49,11 +50,7 @@ from kvtier_backends.posix import fault_of_folder, not_working, padded_bytes, tr
 from kvtier_backends.shared.batches import BATCH_BYTES_MAX, batches_per_thread, blocks_within
 from kvtier_backends.shared.record_trailer import Form
 from kvtier_backends.shared.records import (
-    AUTH_KEY_ENV,
-    AUTH_KEY_FILE,
-    COMPRESSION_OPTION,
-    ENCRYPTION_KEY_ENV,
-    ENCRYPTION_KEY_FILE,
+    ProtectionOptions,
     make_records,
 )
 
@@ -375,51 +372,29 @@ class FsBackend(Backend):
 
 
 @dataclass(frozen=True)
-class FsOptions:
+class FsOptions(ProtectionOptions):
     """The parsed options."""
 
-    root_dir: str = field(
-        metadata=option.required(
-            Options.path,
-            "the folder; created if missing. Refused: not writable; writable by everyone; holds "
-            "other blocks",
-        )
-    )
-    layout: Literal["kvtier", "vllm"] = option.text(
-        "kvtier", '`"vllm"`: the folder of vLLM\'s own `fs` tier', choices=("kvtier", "vllm")
-    )
-    allow_unchecksummed: bool | None = option.flag(
-        "serve a file without a checksum (default with layout `vllm`); otherwise it is a miss",
-        default=None,
-    )
-    capacity_bytes: int | None = option.size(
-        None,
-        "what the folder may hold, in all namespaces, whoever shares it: least recently used "
-        "blocks are evicted. Give all engines the same. Without it, nothing is evicted",
-        minimum=1,
-    )
-    n_read_threads: int = option.integer(
-        16, "threads that read, and as many that look blocks up", minimum=1, maximum=1024
-    )
-    n_write_threads: int = option.integer(
-        16,
-        "threads that write; during a load all but one pause between two blocks, and for half a "
-        "second after it all but four, for half of the time at most",
-        minimum=1,
-        maximum=1024,
-    )
-    direct: bool = option.flag("use O_DIRECT where the filesystem supports it", default=True)
-    allow_world_writable: bool = option.flag(
-        "use a folder that everyone may write to, as on mounts where chmod does nothing (SMB, "
-        "Azure Files, gcsfuse). Whoever can write there can plant blocks: set a key that signs or "
-        "encrypts",
-        default=False,
-    )
-    compression: str | None = COMPRESSION_OPTION()
-    auth_key_file: str | None = AUTH_KEY_FILE()
-    auth_key_env: str | None = AUTH_KEY_ENV()
-    encryption_key_file: str | None = ENCRYPTION_KEY_FILE()
-    encryption_key_env: str | None = ENCRYPTION_KEY_ENV()
+    root_dir: option.Path
+    """the folder; created if missing. Refused: not writable; writable by everyone; holds other
+    blocks"""
+    layout: Literal["kvtier", "vllm"] = "kvtier"
+    """`"vllm"`: the folder of vLLM's own `fs` tier"""
+    allow_unchecksummed: option.Flag | None = None
+    """serve a file without a checksum (default with layout `vllm`); otherwise it is a miss"""
+    capacity_bytes: Annotated[option.Size, Meta(ge=1)] | None = None
+    """what the folder may hold, in all namespaces, whoever shares it: least recently used blocks
+    are evicted. Give all engines the same. Without it, nothing is evicted"""
+    n_read_threads: Annotated[option.Integer, Meta(ge=1, le=1024)] = 16
+    """threads that read, and as many that look blocks up"""
+    n_write_threads: Annotated[option.Integer, Meta(ge=1, le=1024)] = 16
+    """threads that write; during a load all but one pause between two blocks, and for half a second
+    after it all but four, for half of the time at most"""
+    direct: option.Flag = True
+    """use O_DIRECT where the filesystem supports it"""
+    allow_world_writable: option.Flag = False
+    """use a folder that everyone may write to, as on mounts where chmod does nothing (SMB, Azure
+    Files, gcsfuse). Whoever can write there can plant blocks: set a key that signs or encrypts"""
 
     @property
     def accept_unchecked(self) -> bool:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from msgspec import Meta
 
 from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.options import Options
 from kvtier_backends.shared.records import (
-    AUTH_KEY_ENV,
-    AUTH_KEY_FILE,
-    COMPRESSION_OPTION,
-    ENCRYPTION_KEY_ENV,
-    ENCRYPTION_KEY_FILE,
+    ProtectionOptions,
     make_records,
 )
 
@@ -31,76 +29,49 @@ SERVERS_MAX: Final = {"etcd": 16, "redis": 1}
 
 
 @dataclass(frozen=True)
-class MooncakeOptions:
+class MooncakeOptions(ProtectionOptions):
     """The parsed options."""
 
-    master: str = field(
-        metadata=option.required(
-            Options.text,
-            'the address of the master, such as `"10.0.0.1:50051"`; of masters that elect one, '
-            "where that is noted, as Mooncake's client takes it: "
-            '`"etcd://10.0.0.1:2379;10.0.0.2:2379"`, or `redis://`',
-        )
-    )
-    local_hostname: str | None = option.text(
-        None,
-        "the address, or name, by which other clients reach this engine, with or without a port; "
-        "if not given, the address that the master is reached from",
-    )
-    metadata_server: str = option.text(
-        "P2PHANDSHAKE",
-        "where clients find each other: by asking each other, or an address such as "
-        '`"http://10.0.0.1:8080/metadata"`',
-    )
-    protocol: Literal["tcp", "rdma"] = option.text(
-        "tcp", "how blocks are moved", choices=("tcp", "rdma")
-    )
-    device: str | None = option.text(
-        None,
-        "the RDMA devices, with commas between; if not given, all that are found. Refused: with "
-        "`tcp`",
-    )
-    segment_bytes: int = option.size(
-        0,
-        "memory that this engine gives to the store, beside its primary tier; its blocks are lost "
-        "when the engine ends. Refused: too small for one block",
-    )
-    local_buffer_bytes: int = option.size(
-        16 << 20, "memory that the client stages transfers in where it cannot do without"
-    )
-    ssd_offload_path: str | None = option.text(
-        None,
-        "a folder of this host, to which the store moves blocks of `segment_bytes` when it is "
-        "full; the master must run with `--enable_offload`. Refused: without `segment_bytes`",
-    )
-    key_prefix: str = option.text(
-        "kvtier",
-        "what all names in the store begin with. Refused: other characters than letters, digits, "
-        "dots, dashes, underscores and slashes between them",
-    )
-    presence_ttl_s: float = option.seconds(
-        30.0, "how long a block that was stored or found is believed to be there"
-    )
-    replicas: int = option.integer(
-        1, "copies of each block, each in another segment", minimum=1, maximum=64
-    )
-    soft_pin: bool = option.flag(
-        "have the store evict these blocks after those that are not pinned", default=False
-    )
-    timeout_s: float = option.seconds(
-        5.0,
-        "how long the client waits for the master, and for the next byte from another client, "
-        "unless `MC_RPC_TIMEOUT_MS`, `MC_RPC_CONNECT_TIMEOUT_MS`, `MC_TCP_STATUS_TIMEOUT_SEC` or "
-        "`MC_TCP_PROGRESS_TIMEOUT_SEC` say otherwise",
-        maximum=600.0,
-    )
-    n_read_threads: int = option.integer(4, "concurrent loads", minimum=1, maximum=256)
-    n_write_threads: int = option.integer(2, "concurrent stores", minimum=1, maximum=256)
-    compression: str | None = COMPRESSION_OPTION()
-    auth_key_file: str | None = AUTH_KEY_FILE()
-    auth_key_env: str | None = AUTH_KEY_ENV()
-    encryption_key_file: str | None = ENCRYPTION_KEY_FILE()
-    encryption_key_env: str | None = ENCRYPTION_KEY_ENV()
+    master: option.Text
+    """the address of the master, such as `"10.0.0.1:50051"`; of masters that elect one, where that
+    is noted, as Mooncake's client takes it: `"etcd://10.0.0.1:2379;10.0.0.2:2379"`, or
+    `redis://`"""
+    local_hostname: option.Text | None = None
+    """the address, or name, by which other clients reach this engine, with or without a port; if
+    not given, the address that the master is reached from"""
+    metadata_server: option.Text = "P2PHANDSHAKE"
+    """where clients find each other: by asking each other, or an address such as
+    `"http://10.0.0.1:8080/metadata"`"""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """how blocks are moved"""
+    device: option.Text | None = None
+    """the RDMA devices, with commas between; if not given, all that are found. Refused: with
+    `tcp`"""
+    segment_bytes: option.Size = 0
+    """memory that this engine gives to the store, beside its primary tier; its blocks are lost when
+    the engine ends. Refused: too small for one block"""
+    local_buffer_bytes: option.Size = 16 << 20
+    """memory that the client stages transfers in where it cannot do without"""
+    ssd_offload_path: option.Text | None = None
+    """a folder of this host, to which the store moves blocks of `segment_bytes` when it is full;
+    the master must run with `--enable_offload`. Refused: without `segment_bytes`"""
+    key_prefix: option.Text = "kvtier"
+    """what all names in the store begin with. Refused: other characters than letters, digits, dots,
+    dashes, underscores and slashes between them"""
+    presence_ttl_s: option.Seconds = 30.0
+    """how long a block that was stored or found is believed to be there"""
+    replicas: Annotated[option.Integer, Meta(ge=1, le=64)] = 1
+    """copies of each block, each in another segment"""
+    soft_pin: option.Flag = False
+    """have the store evict these blocks after those that are not pinned"""
+    timeout_s: Annotated[option.Seconds, Meta(le=600.0)] = 5.0
+    """how long the client waits for the master, and for the next byte from another client, unless
+    `MC_RPC_TIMEOUT_MS`, `MC_RPC_CONNECT_TIMEOUT_MS`, `MC_TCP_STATUS_TIMEOUT_SEC` or
+    `MC_TCP_PROGRESS_TIMEOUT_SEC` say otherwise"""
+    n_read_threads: Annotated[option.Integer, Meta(ge=1, le=256)] = 4
+    """concurrent loads"""
+    n_write_threads: Annotated[option.Integer, Meta(ge=1, le=256)] = 2
+    """concurrent stores"""
 
     @property
     def knock_addresses(self) -> list[tuple[str, int]]:

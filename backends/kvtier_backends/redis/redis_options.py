@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from msgspec import Meta
 
 from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.options import Options
 from kvtier_backends.redis.addresses import PORT, SENTINEL_PORT, Servers, parse_url
 from kvtier_backends.redis.credentials import Credentials, read_credentials
 from kvtier_backends.shared.records import (
-    AUTH_KEY_ENV,
-    AUTH_KEY_FILE,
-    COMPRESSION_OPTION,
-    ENCRYPTION_KEY_ENV,
-    ENCRYPTION_KEY_FILE,
+    ProtectionOptions,
 )
 
 if TYPE_CHECKING:
@@ -28,87 +26,55 @@ _FILES: Final = ("tls_ca_file", "tls_cert_file", "tls_key_file")
 
 
 @dataclass(frozen=True)
-class RedisOptions:
+class RedisOptions(ProtectionOptions):
     """The parsed options."""
 
-    url: str = field(
-        metadata=option.required(
-            Options.text,
-            "`redis://host:port`, `rediss://` for TLS, or `unix:///path` of a socket. Several "
-            "nodes of a cluster, or several sentinels: `redis://host1:port,host2:port`. Refused: a "
-            "user or password in it; anything behind the port",
-        )
-    )
-    mode: Literal["standalone", "cluster", "sentinel"] = option.text(
-        "standalone",
-        "what `url` names: one server, nodes of a cluster, or sentinels",
-        choices=("standalone", "cluster", "sentinel"),
-    )
-    sentinel_master: str | None = option.text(
-        None, "the name by which the sentinels know the servers; needed with `sentinel` only"
-    )
-    sentinel_auth: bool = option.flag(
-        "log in to the sentinels as well, as to the servers", default=False
-    )
-    db: int = option.integer(
-        0, "number of the database. Refused: another than 0 in a cluster", maximum=65535
-    )
-    key_prefix: str = option.text(
-        "kvtier",
-        "beginning of the name of everything that the tier stores. Refused: other characters than "
-        "letters, digits and `._:-`",
-    )
-    username: str | None = option.text(
-        None, "the ACL user; by default that of the server's `requirepass`"
-    )
-    password_file: str | None = option.read_apart(
-        None, "a file of mode 0600 with the password; read again at each login"
-    )
-    password_env: str | None = option.read_apart(
-        None, "the environment variable that holds the password instead"
-    )
-    password_command: str | None = option.read_apart(
-        None,
-        "a command that prints the password instead, such as a token that lasts for minutes; run "
-        "without a shell when the tier logs in, for 10 seconds at most. Refused: more than one of "
-        "the three",
-    )
-    tls_ca_file: str | None = option.read_apart(
-        None,
-        "certificates (PEM) to trust besides the system's; this and the next two files are read "
-        "again when they have changed",
-    )
-    tls_cert_file: str | None = option.read_apart(
-        None, "the tier's own certificate (PEM), for servers that ask for one"
-    )
-    tls_key_file: str | None = option.read_apart(None, "the key of `tls_cert_file` (PEM)")
-    tls_check_hostname: bool = option.flag(
-        "refuse a server whose certificate has another name than the one that it was reached by",
-        default=True,
-    )
-    ttl_s: int = option.whole_seconds(
-        0, "seconds after which the server drops a block; 0: never", maximum=1 << 31
-    )
-    presence_ttl_s: float = option.seconds(
-        60.0,
-        "for how long a block that was stored or found is believed to be there, since the server "
-        "may evict it",
-    )
-    connections_max: int = option.integer(
-        8, "connections to each server; half of them, at most, store", minimum=2, maximum=1024
-    )
-    connect_timeout_s: float = option.seconds(2.0, "how long connecting may take", maximum=3600.0)
-    call_timeout_s: float = option.seconds(
-        10.0,
-        "how long one call may take, the wait for a connection included; the tier's own timeouts "
-        "may end it earlier",
-        maximum=3600.0,
-    )
-    compression: str | None = COMPRESSION_OPTION()
-    auth_key_file: str | None = AUTH_KEY_FILE()
-    auth_key_env: str | None = AUTH_KEY_ENV()
-    encryption_key_file: str | None = ENCRYPTION_KEY_FILE()
-    encryption_key_env: str | None = ENCRYPTION_KEY_ENV()
+    url: option.Text
+    """`redis://host:port`, `rediss://` for TLS, or `unix:///path` of a socket. Several nodes of a
+    cluster, or several sentinels: `redis://host1:port,host2:port`. Refused: a user or password in
+    it; anything behind the port"""
+    mode: Literal["standalone", "cluster", "sentinel"] = "standalone"
+    """what `url` names: one server, nodes of a cluster, or sentinels"""
+    sentinel_master: option.Text | None = None
+    """the name by which the sentinels know the servers; needed with `sentinel` only"""
+    sentinel_auth: option.Flag = False
+    """log in to the sentinels as well, as to the servers"""
+    db: Annotated[option.Integer, Meta(le=65535)] = 0
+    """number of the database. Refused: another than 0 in a cluster"""
+    key_prefix: option.Text = "kvtier"
+    """beginning of the name of everything that the tier stores. Refused: other characters than
+    letters, digits and `._:-`"""
+    username: option.Text | None = None
+    """the ACL user; by default that of the server's `requirepass`"""
+    password_file: option.ReadApart[str | None] = None
+    """a file of mode 0600 with the password; read again at each login"""
+    password_env: option.ReadApart[str | None] = None
+    """the environment variable that holds the password instead"""
+    password_command: option.ReadApart[str | None] = None
+    """a command that prints the password instead, such as a token that lasts for minutes; run
+    without a shell when the tier logs in, for 10 seconds at most. Refused: more than one of the
+    three"""
+    tls_ca_file: option.ReadApart[str | None] = None
+    """certificates (PEM) to trust besides the system's; this and the next two files are read again
+    when they have changed"""
+    tls_cert_file: option.ReadApart[str | None] = None
+    """the tier's own certificate (PEM), for servers that ask for one"""
+    tls_key_file: option.ReadApart[str | None] = None
+    """the key of `tls_cert_file` (PEM)"""
+    tls_check_hostname: option.Flag = True
+    """refuse a server whose certificate has another name than the one that it was reached by"""
+    ttl_s: Annotated[option.WholeSeconds, Meta(le=1 << 31)] = 0
+    """seconds after which the server drops a block; 0: never"""
+    presence_ttl_s: option.Seconds = 60.0
+    """for how long a block that was stored or found is believed to be there, since the server may
+    evict it"""
+    connections_max: Annotated[option.Integer, Meta(ge=2, le=1024)] = 8
+    """connections to each server; half of them, at most, store"""
+    connect_timeout_s: Annotated[option.Seconds, Meta(le=3600.0)] = 2.0
+    """how long connecting may take"""
+    call_timeout_s: Annotated[option.Seconds, Meta(le=3600.0)] = 10.0
+    """how long one call may take, the wait for a connection included; the tier's own timeouts may
+    end it earlier"""
     servers: Servers = field(kw_only=True)
     credentials: Credentials = field(kw_only=True)
 

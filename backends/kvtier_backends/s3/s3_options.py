@@ -6,18 +6,16 @@ No refusal, log line or repr holds a credential: a URL that may hold one is refu
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 from urllib.parse import SplitResult, urlsplit
+
+from msgspec import Meta
 
 from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.options import Options, refusal
 from kvtier_backends.shared.records import (
-    AUTH_KEY_ENV,
-    AUTH_KEY_FILE,
-    COMPRESSION_OPTION,
-    ENCRYPTION_KEY_ENV,
-    ENCRYPTION_KEY_FILE,
+    ProtectionOptions,
 )
 
 if TYPE_CHECKING:
@@ -46,75 +44,43 @@ _OF_S3_ALONE: Final = (
 
 
 @dataclass(frozen=True)
-class S3Options:
+class S3Options(ProtectionOptions):
     """The parsed options."""
 
-    url: str = field(
-        metadata=option.required(
-            Options.text,
-            "where the blocks are: `s3://bucket/prefix`, `gs://bucket/prefix` or "
-            "`az://container/prefix`. Refused: with credentials, a port or a query in it",
-        )
-    )
-    endpoint: str | None = option.text(
-        None,
-        "the address of a server that is not the provider's own, such as "
-        "`https://rgw.example:7480`. Refused: with credentials in it; `http://` without "
-        "`allow_http`",
-    )
-    region: str | None = option.text(
-        None, "the region to sign for; else `AWS_REGION`, else `us-east-1`. `s3://` only"
-    )
-    access_key_env: str | None = option.text(
-        None,
-        "the environment variable that holds the access key's id. Without it, credentials come "
-        "from `profile`, `credentials_command`, the usual variables, or the instance",
-    )
-    secret_key_env: str | None = option.text(
-        None, "the environment variable that holds the secret key"
-    )
-    session_token_env: str | None = option.text(
-        None, "the environment variable that holds the session token of temporary credentials"
-    )
-    profile: str | None = option.text(
-        None,
-        "a profile of AWS's files of credentials, with keys or a `credential_process`; else "
-        "`AWS_PROFILE`, if no variable has keys. Read again when the tier connects. `s3://` only",
-    )
-    credentials_command: str | None = option.text(
-        None,
-        "a command that prints credentials as AWS's `credential_process` does; run without a shell "
-        "when the tier connects, for 10 seconds at most. `s3://` only",
-    )
-    virtual_hosted_style: bool = option.flag(
-        "send requests to `bucket.host` instead of `host/bucket`. `s3://` only", default=False
-    )
-    allow_http: bool = option.flag(
-        "accept an `http://` endpoint: whoever is on the network can read and change blocks",
-        default=False,
-    )
-    unsigned_payload: bool = option.flag(
-        "leave the bodies of stores out of the signature, which saves a SHA-256 of each block; "
-        "best with `https://`. `s3://` only",
-        default=False,
-    )
-    requests_max: int = option.integer(
-        16,
-        "requests at once; fewer for a while after the server asks for that",
-        minimum=1,
-        maximum=1024,
-    )
-    request_timeout_s: float = option.seconds(
-        10.0, "how long one block may take, attempts that are repeated included", maximum=3600.0
-    )
-    presence_ttl_s: float = option.seconds(
-        600.0, "how long a block counts as present before the server is asked again"
-    )
-    compression: str | None = COMPRESSION_OPTION()
-    auth_key_file: str | None = AUTH_KEY_FILE()
-    auth_key_env: str | None = AUTH_KEY_ENV()
-    encryption_key_file: str | None = ENCRYPTION_KEY_FILE()
-    encryption_key_env: str | None = ENCRYPTION_KEY_ENV()
+    url: option.Text
+    """where the blocks are: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
+    Refused: with credentials, a port or a query in it"""
+    endpoint: option.Text | None = None
+    """the address of a server that is not the provider's own, such as `https://rgw.example:7480`.
+    Refused: with credentials in it; `http://` without `allow_http`"""
+    region: option.Text | None = None
+    """the region to sign for; else `AWS_REGION`, else `us-east-1`. `s3://` only"""
+    access_key_env: option.Text | None = None
+    """the environment variable that holds the access key's id. Without it, credentials come from
+    `profile`, `credentials_command`, the usual variables, or the instance"""
+    secret_key_env: option.Text | None = None
+    """the environment variable that holds the secret key"""
+    session_token_env: option.Text | None = None
+    """the environment variable that holds the session token of temporary credentials"""
+    profile: option.Text | None = None
+    """a profile of AWS's files of credentials, with keys or a `credential_process`; else
+    `AWS_PROFILE`, if no variable has keys. Read again when the tier connects. `s3://` only"""
+    credentials_command: option.Text | None = None
+    """a command that prints credentials as AWS's `credential_process` does; run without a shell
+    when the tier connects, for 10 seconds at most. `s3://` only"""
+    virtual_hosted_style: option.Flag = False
+    """send requests to `bucket.host` instead of `host/bucket`. `s3://` only"""
+    allow_http: option.Flag = False
+    """accept an `http://` endpoint: whoever is on the network can read and change blocks"""
+    unsigned_payload: option.Flag = False
+    """leave the bodies of stores out of the signature, which saves a SHA-256 of each block; best
+    with `https://`. `s3://` only"""
+    requests_max: Annotated[option.Integer, Meta(ge=1, le=1024)] = 16
+    """requests at once; fewer for a while after the server asks for that"""
+    request_timeout_s: Annotated[option.Seconds, Meta(le=3600.0)] = 10.0
+    """how long one block may take, attempts that are repeated included"""
+    presence_ttl_s: option.Seconds = 600.0
+    """how long a block counts as present before the server is asked again"""
 
 
 class Address(NamedTuple):

@@ -1,20 +1,11 @@
-"""Reads the options by which tiers on shared storage compress and protect their blocks.
-
-Each backend has these options among its own::
-
-    compression: str | None = COMPRESSION_OPTION()
-    auth_key_file: str | None = AUTH_KEY_FILE()
-    auth_key_env: str | None = AUTH_KEY_ENV()
-    encryption_key_file: str | None = ENCRYPTION_KEY_FILE()
-    encryption_key_env: str | None = ENCRYPTION_KEY_ENV()
-"""
+"""Reads the options by which tiers on shared storage compress and protect their blocks."""
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvtier.plugin_api import option_fields as option
+from kvtier.plugin_api import option_fields as option  # noqa: TC001 - read at run time
 from kvtier.plugin_api.extras import install
 from kvtier_backends.encryption.keys import (
     AUTH_KEY,
@@ -32,41 +23,31 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendContext
     from kvtier.plugin_api.options import Options
 
-COMPRESSION_OPTION: Final = partial(
-    option.read_apart,
-    None,
-    '`"bitplane-zstd"` compresses blocks of bfloat16, without loss, to some 69 % of their size. '
-    "Refused: keys and values of another type. Needs the extra "
-    "[`compression`](#extras). See [Compression](../explanation/compression.md)",
-)
-AUTH_KEY_FILE: Final = partial(
-    option.read_apart,
-    None,
-    "a file of mode 0600 with 1 to 16 keys, 64 hex digits each, one in each line, which all "
-    "engines that share the blocks have: the first one signs, all verify. A block that none of "
-    "them signed is a miss. Needs the extra [`protection`](#extras). See "
-    "[Protect shared storage](../how-to/protect-shared-storage.md)",
-)
-AUTH_KEY_ENV: Final = partial(
-    option.read_apart,
-    None,
-    "the environment variable that holds them instead. Refused: both options; a key of another "
-    "length; none, or more than 16; a file that others may read",
-)
-ENCRYPTION_KEY_FILE: Final = partial(
-    option.read_apart,
-    None,
-    "a file of the same form: the first key encrypts blocks with AES-256-GCM, all decrypt. An "
-    "encrypted block is authenticated too. Refused: together with keys that sign",
-)
-ENCRYPTION_KEY_ENV: Final = partial(
-    option.read_apart,
-    None,
-    "the environment variable that holds them instead. Refused: as above",
-)
-
 _COMPRESSED_DTYPE: Final = "bfloat16"
 """Measured: float16 shrinks to 87 %, and 8-bit floats to 93 %, too little to be worth it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProtectionOptions:
+    """The options, which each backend on shared storage has besides its own."""
+
+    compression: option.ReadApart[str | None] = None
+    """`"bitplane-zstd"` compresses blocks of bfloat16, without loss, to some 69 % of their size.
+    Refused: keys and values of another type. Needs the extra [`compression`](#extras). See
+    [Compression](../explanation/compression.md)"""
+    auth_key_file: option.ReadApart[str | None] = None
+    """a file of mode 0600 with 1 to 16 keys, 64 hex digits each, one in each line, which all
+    engines that share the blocks have: the first one signs, all verify. A block that none of them
+    signed is a miss. Needs the extra [`protection`](#extras). See [Protect shared
+    storage](../how-to/protect-shared-storage.md)"""
+    auth_key_env: option.ReadApart[str | None] = None
+    """the environment variable that holds them instead. Refused: both options; a key of another
+    length; none, or more than 16; a file that others may read"""
+    encryption_key_file: option.ReadApart[str | None] = None
+    """a file of the same form: the first key encrypts blocks with AES-256-GCM, all decrypt. An
+    encrypted block is authenticated too. Refused: together with keys that sign"""
+    encryption_key_env: option.ReadApart[str | None] = None
+    """the environment variable that holds them instead. Refused: as above"""
 
 
 def make_records(reader: Options, context: BackendContext) -> Records:

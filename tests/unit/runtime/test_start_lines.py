@@ -177,7 +177,7 @@ import json, sys
 from kvtier.tools.cli import main as entry
 from kvtier.tools.cli import check
 
-def run(arguments):
+def run(file: str, /) -> int:
     import structlog
     from kvtier.plugin_api.log import log
     log.warning("of kvtier", tier="1:x")
@@ -186,8 +186,8 @@ def run(arguments):
     print("{}")
     return 0
 
-check.run = run
-sys.exit(entry.main(["check", "-"]))
+check.check = run
+sys.exit(entry.main(["check", "any.json"]))
 """
 
 
