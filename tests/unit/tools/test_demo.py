@@ -19,7 +19,6 @@ def phase(**moved: int) -> dict[str, Any]:
     counters = ("gpu_to_dram_bytes", "dram_to_gpu_bytes", "dram_to_tier_bytes")
     return {
         "tokens": [[number, 7] for number in range(PROMPTS)],
-        "prompt_tokens": PROMPTS * PROMPT_TOKENS,
         "cached_tokens": CACHED,
         "first_token_s": [0.01] * PROMPTS,
         "block_tokens": BLOCK_TOKENS,
