@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import Misuse
@@ -11,7 +12,7 @@ from kvtier.tools.cli.terminal import check_can_write, progress, table, write_js
 from stress.bench.about import about
 from stress.bench.children import run_child
 from stress.bench.ops import LRU_FACTOR_MAX, OpsOptions, measure
-from stress.bench.picture import check_can_draw, draw_scale
+from stress.bench.picture import draw_scale
 from stress.bench.sides import KVTIER, SIDES, VLLM
 from stress.bench.turns import BOUND_OF
 
@@ -112,7 +113,8 @@ def _check_picture(arguments: argparse.Namespace) -> None:
     if not arguments.scale:
         raise Misuse("--picture draws what --scale measures: give both.")
     check_can_write(arguments.picture)
-    check_can_draw()
+    if find_spec("matplotlib") is None:
+        raise Misuse("the picture needs matplotlib. Install it with: pip install matplotlib")
 
 
 def _policies(text: str) -> list[str]:

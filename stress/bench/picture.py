@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.errors import Misuse
 from stress.bench.sides import KVTIER, VLLM
 from stress.bench.turns import (
     COMPLETE_LOAD,
@@ -36,12 +34,6 @@ PANEL_INCHES: Final = (3.0, 2.5)
 DOTS_PER_INCH: Final = 110
 VLLM_COLOUR: Final = "tab:orange"
 KVTIER_COLOURS: Final = ("tab:blue", "tab:green", "tab:purple", "tab:red", "tab:cyan", "tab:brown")
-
-
-def check_can_draw() -> None:
-    """Raise ``Misuse`` if no picture can be drawn; better now than after the work."""
-    if find_spec("matplotlib") is None:
-        raise Misuse("the picture needs matplotlib. Install it with: pip install matplotlib")
 
 
 def draw_scale(points: Sequence[dict[str, Any]], path: str) -> None:
