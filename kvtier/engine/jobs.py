@@ -6,8 +6,8 @@ from itertools import compress
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kvtier.core import messages as m
-from kvtier.engine.audits import JobAudit
 from kvtier.engine.circuit_breaker import Work
+from kvtier.engine.link_audit import JobAudit
 from kvtier.plugin_api.backend import Outcome
 from kvtier.plugin_api.deadlines import NEVER
 

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
     from kvtier.core.load_messages import LoadCost, TokenPlace
 
+NOWHERE: Final = -1
+"""The place of a block that no tier has which the request may use."""
+
+ASKING: Final = -2
+"""The place of a block about which tiers are being probed."""
+
 FREE: Final = -3
 """The place of blocks that are in the primary tier, or in flight to it."""
 

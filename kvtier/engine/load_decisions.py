@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core import messages as m
 from kvtier.core.load_messages import SPREADS
-from kvtier.engine.load_decision import FREE, Rates, Run, best_cut
+from kvtier.engine.load_decision import FREE, NOWHERE, Rates, Run, best_cut
 from kvtier.engine.prefill_backlog import PrefillBacklog
 from kvtier.engine.prefill_speed import PrefillSpeed
 from kvtier.engine.prefix_choice import best_prefix
 from kvtier.engine.reprobing import Reprobing
-from kvtier.engine.tier_directory import NOWHERE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

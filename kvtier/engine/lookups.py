@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
 from kvtier.engine.eviction import LookupAfterEviction
+from kvtier.engine.load_decision import ASKING, NOWHERE
 from kvtier.engine.slot_table import SlotState
-from kvtier.engine.tier_directory import ASKING, NOWHERE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtier.engine.load_decision import FREE, Cut
-from kvtier.engine.tier_directory import NOWHERE
+from kvtier.engine.load_decision import FREE, NOWHERE, Cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

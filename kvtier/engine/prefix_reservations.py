@@ -15,9 +15,9 @@ from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
 from kvtier.core.group_messages import ReservePrefix, Survey
 from kvtier.engine.eviction import ReserveAfterEviction
+from kvtier.engine.load_decision import ASKING, NOWHERE
 from kvtier.engine.lookups import ABSENT, FILLING, READY
 from kvtier.engine.prefix_plan import Prefix, Unknown, longest_prefix
-from kvtier.engine.tier_directory import ASKING, NOWHERE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

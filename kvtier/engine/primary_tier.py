@@ -22,7 +22,6 @@ from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.events import PRIMARY, Event, EventKind, EventLog
 from kvtier.core.policy_actor import POLICY_TIME_S, new_policy
 from kvtier.core.statistics import Observed, PrimaryCounts, PrimaryStatistics
-from kvtier.engine.audits import PrimaryAudit
 from kvtier.engine.cascades import Cascades
 from kvtier.engine.eviction import Eviction, StoreAfterEviction
 from kvtier.engine.gpu_loads import GpuLoads
@@ -31,6 +30,7 @@ from kvtier.engine.load_decisions import LoadDecisions
 from kvtier.engine.lookups import Lookups
 from kvtier.engine.prefix_plan import storable
 from kvtier.engine.prefix_reservations import PrefixReservations
+from kvtier.engine.primary_audit import PrimaryAudit
 from kvtier.engine.promotions import Batch, Promotions
 from kvtier.engine.request_tiers import RequestTiers
 from kvtier.engine.requests import Request

@@ -10,23 +10,18 @@ The tier is notified of a request's end after the last of these.
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-from msgspec import structs
+from typing import TYPE_CHECKING
 
 from kvtier.core import messages as m
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvtier.core.actor import Mailbox
     from kvtier.engine.cascades import Cascades
     from kvtier.engine.promotions import Batch
     from kvtier.engine.slot_table import SlotTable
     from kvtier.plugin_api.keys import Key, RequestId, TierSet
-
-    OfRequests: TypeAlias = m.RequestOpened | m.RequestClosed | m.PrefixHits | m.BlocksMissing
 
 
 class _Open:
@@ -167,55 +162,7 @@ class RequestTiers:
             del self._open[request]
             self._tell(m.RequestClosed(request))
 
-    def _tell(self, message: OfRequests) -> None:
+    def _tell(self, message: m.RequestOpened | m.RequestClosed | m.PrefixHits) -> None:
         for tier, link in enumerate(self._links):
             if self.tiers >> tier & 1:
                 link.post(message)
-
-
-class RequestRelay:
-    """Part of a link: passes notifications of requests to its tier, in order."""
-
-    def __init__(self, number: int, tier: Mailbox, primary: Mailbox) -> None:
-        """``number``: the tier's."""
-        self._number = number
-        self._tier = tier
-        self._primary = primary
-        self._unsent: deque[OfRequests] = deque()  # since the tier's mailbox was full
-        self._peers: dict[RequestId, str] = {}  # of the open requests that name one
-
-    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return the handler of each message type that the link delegates to this."""
-        return dict.fromkeys(
-            (m.RequestOpened, m.RequestClosed, m.PrefixHits, m.BlocksMissing), self.send
-        )
-
-    def send(self, message: OfRequests) -> None:
-        """Notify the tier, as soon as its mailbox has room."""
-        if isinstance(message, m.RequestClosed):
-            self._peers.pop(message.request, None)
-        elif isinstance(message, m.RequestOpened) and message.peer:
-            self._peers[message.request] = message.peer
-        self._unsent.append(message)
-        self.go_on()
-
-    def peer_of(self, request: RequestId) -> str:
-        """Return the address that a request loads from; empty: it names none, or is over."""
-        return self._peers.get(request, "")
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether some messages have not fitted into the tier's mailbox yet."""
-        return bool(self._unsent)
-
-    def want(self, message: m.BlocksWanted, since: int) -> None:
-        """Pass on blocks that the tier wants, if of the generation that began at ``since``."""
-        if message.since == since:
-            self._primary.post(structs.replace(message, tier=self._number))
-        else:
-            self.send(m.BlocksMissing(message.request, message.keys))
-
-    def go_on(self) -> None:
-        """Send the unsent messages, until the tier's mailbox is full."""
-        while self._unsent and self._tier.post(self._unsent[0]):
-            self._unsent.popleft()

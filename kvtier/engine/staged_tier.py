@@ -33,8 +33,9 @@ from kvtier.core import messages as m
 from kvtier.core import staging_messages as s
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.block_state import BlockState
+from kvtier.engine.load_decision import ASKING, NOWHERE
 from kvtier.engine.staging_slots import StagedBlock, StagedTransfer, StagingSlots
-from kvtier.engine.tier_directory import ASKING, NOWHERE, TierDirectory
+from kvtier.engine.tier_directory import TierDirectory
 from kvtier.plugin_api.backend import Outcome
 
 if TYPE_CHECKING:

@@ -22,18 +22,13 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import Struct
 
 from kvtier.core import messages as m
+from kvtier.engine.load_decision import ASKING, NOWHERE
 from kvtier.plugin_api.keys import GROUP_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from kvtier.plugin_api.keys import Key, RequestId, TierSet
-
-NOWHERE: Final = -1
-"""No tier that the request may use has the key."""
-
-ASKING: Final = -2
-"""Tiers are being probed."""
 
 _ALL: Final = -1  # tiers
 

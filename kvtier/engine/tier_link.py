@@ -30,13 +30,13 @@ from kvtier.core.generations import mark_of_name
 from kvtier.core.policy_actor import new_policy
 from kvtier.core.statistics import Observed, TierCounts, TierStatistics
 from kvtier.engine.access_relay import AccessRelay
-from kvtier.engine.audits import LinkAudit
 from kvtier.engine.circuit_breaker import Work, worst
 from kvtier.engine.connection import ServerConnection
 from kvtier.engine.jobs import Numbers
+from kvtier.engine.link_audit import LinkAudit
 from kvtier.engine.presence_feed import PresenceFeed
 from kvtier.engine.probes import Probes
-from kvtier.engine.request_tiers import RequestRelay
+from kvtier.engine.request_relay import RequestRelay
 from kvtier.engine.tier_health import NAMES, TierHealth
 from kvtier.engine.transfers import Transfers
 from kvtier.engine.write_backlog import WriteBacklog

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Mailbox
     from kvtier.core.statistics import TierCounts
     from kvtier.engine.jobs import Job
-    from kvtier.engine.request_tiers import RequestRelay
+    from kvtier.engine.request_relay import RequestRelay
     from kvtier.plugin_api.backend import BackendTraits
     from kvtier.settings.runtime_config import RuntimeConfig
 

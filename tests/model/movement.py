@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvtier.core.actor import Actor
     from kvtier.core.messages import Message
-    from kvtier.engine.audits import LinkAudit
+    from kvtier.engine.link_audit import LinkAudit
     from kvtier.engine.missing_prefixes import DeferredBlock
     from kvtier.plugin_api.keys import Key, RequestId
     from kvtier.settings.runtime_config import RuntimeConfig

@@ -8,7 +8,7 @@ from kvtier.core.block_state import BlockState
 from kvtier.engine.slot_table import SLOT_TABLE, SlotState
 
 if TYPE_CHECKING:
-    from kvtier.engine.audits import PrimaryAudit
+    from kvtier.engine.primary_audit import PrimaryAudit
     from kvtier.plugin_api.keys import Key
 
 KEY_MOVES = {

@@ -1,6 +1,6 @@
-"""Defines the state of the engine's actors as frozen, plain data: the results of ``audit()``.
+"""Defines the state of a tier's link as frozen, plain data: the result of its ``audit()``.
 
-For tests and diagnosis: the model checker's invariants are about these. Taking one costs time in
+For tests and diagnosis: the model checker's invariants are about it. Taking one costs time in
 proportion to the actor's state, so nothing in normal operation does.
 """
 
@@ -15,28 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvtier.engine.circuit_breaker import BreakerState, Work
-    from kvtier.engine.lookups import LookedUp
-    from kvtier.engine.missing_prefixes import DeferredBlock
-    from kvtier.engine.promotions import PromotionAudit
-    from kvtier.engine.slot_table import SlotAudit
-    from kvtier.engine.tier_directory import DirectoryAudit
     from kvtier.plugin_api.backend import Connection
-    from kvtier.plugin_api.keys import Key, RequestId
-
-
-@dataclass(frozen=True)
-class PrimaryAudit:
-    """State of the primary tier."""
-
-    slots: SlotAudit
-    promotions: PromotionAudit
-    directory: DirectoryAudit
-    looked_up: Mapping[RequestId, LookedUp]
-    parked: frozenset[Key]  #: to be cascaded once they are READY
-    holes: Mapping[int, frozenset[Key]]  #: by tier: deferred or lost blocks
-    deferred: Mapping[int, Mapping[Key, DeferredBlock]]  #: by tier
-    makes_room: bool  #: whether a message waits for slots that are being freed
-    excluded: frozenset[Key]  #: must stay during the last call that needed victims
 
 
 @dataclass(frozen=True)
