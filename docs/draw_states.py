@@ -15,8 +15,8 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core.block_state import BlockState
-from kvtier.engine.circuit_breaker import BREAKER_TABLE
-from kvtier.engine.slot_table import SLOT_TABLE
+from kvtier.engine.link.circuit_breaker import BREAKER_TABLE
+from kvtier.engine.primary.slot_table import SLOT_TABLE
 from kvtier.hosts.life import LIFE_TABLE
 from kvtier_backends.disk.log.regions import REGION_TABLE
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Final
 from kvtier.core import messages as m
 from kvtier.core.generations import Generations
 from kvtier.core.policy_actor import PolicyActor
-from kvtier.engine.admission_gate import AdmissionGate
 from kvtier.engine.cell import EngineCell
-from kvtier.engine.circuit_breaker import BreakerState
 from kvtier.engine.facade import SchedulerFacade
-from kvtier.engine.primary_tier import PrimaryTier
-from kvtier.engine.staged_facade import StagedEngine, StagedFacade
-from kvtier.engine.staged_tier import StagedTier
-from kvtier.engine.tier_link import TierLink
+from kvtier.engine.link.admission_gate import AdmissionGate
+from kvtier.engine.link.circuit_breaker import BreakerState
+from kvtier.engine.link.tier_link import TierLink
+from kvtier.engine.primary.primary_tier import PrimaryTier
+from kvtier.engine.staged.staged_facade import StagedEngine, StagedFacade
+from kvtier.engine.staged.staged_tier import StagedTier
 from kvtier.errors import ConfigError
 from kvtier.hosts.choose import make_host
 from kvtier.hosts.machine_time import from_machine_time, to_machine_time

@@ -5,7 +5,7 @@ requests: ``kvtier/core/request_messages.py``; about promotions:
 ``kvtier/core/promotion_messages.py``; about cascades: ``kvtier/core/cascade_messages.py``; about
 the cost of loads: ``kvtier/core/load_messages.py``; about a tier's life:
 ``kvtier/core/life_messages.py``; those that the primary tier leaves for itself while it waits for
-victims: ``kvtier/engine/eviction.py``.)
+victims: ``kvtier/engine/primary/eviction.py``.)
 
 Messages are values: keys, slot numbers, ids, outcomes, times. Never a buffer,
 a callback or an object of the sender's, so an actor can move to another process.

@@ -1,7 +1,7 @@
 """Defines the messages of a tier that stands behind another program's primary tier.
 
 That program moves blocks by jobs of its own, between its own slots and the tier. In between lie
-kvtier's staging slots (``kvtier/engine/staged_tier.py``): ``slots`` here are the program's,
+kvtier's staging slots (``kvtier/engine/staged/staged_tier.py``): ``slots`` here are the program's,
 ``staging`` kvtier's own. None of these messages leaves the engine cell, except ``CopyBlocks`` and
 ``BlocksCopied``: to the thread that copies (``kvtier/hosts/copier.py``), and back.
 """

@@ -33,7 +33,7 @@ from kvtier.core.messages import Lookup
 from kvtier.core.statistics import Observations, Observed, Statistics, TierObservations
 from kvtier.core.tier_host import close_tiers
 from kvtier.engine.cell import NO_REPLY, ClosedCell, EngineCell
-from kvtier.engine.lookups import ABSENT, READY
+from kvtier.engine.primary.lookups import ABSENT, READY
 from kvtier.errors import Misuse
 from kvtier.plugin_api.log import log
 
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from kvtier.core.load_messages import TokenPlace
     from kvtier.core.messages import Message
     from kvtier.core.tier_host import TierHost
-    from kvtier.engine.primary_tier import PrimaryTier
-    from kvtier.engine.tier_link import TierLink
+    from kvtier.engine.link.tier_link import TierLink
+    from kvtier.engine.primary.primary_tier import PrimaryTier
     from kvtier.plugin_api.keys import Key, RequestId, TierSet
 
 ALL_TIERS: Final = -1

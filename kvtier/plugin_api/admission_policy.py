@@ -3,7 +3,7 @@
 Every block that the GPU stores is offered to every tier. Most blocks are
 never used again, so a tier with expensive writes (an SSD wears out, an object
 store charges for each) may be given an admission policy, which lets only some
-of them through. It never waits and does no I/O; ``kvtier/engine/admission_gate.py``
+of them through. It never waits and does no I/O; ``kvtier/engine/link/admission_gate.py``
 gives it a mailbox. A third party registers a class under the entry-point
 group ``kvtier.admission_policies``.
 """

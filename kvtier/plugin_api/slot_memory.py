@@ -2,7 +2,7 @@
 
 Both cells map the region; messages carry slot numbers, and only a tier's
 driver turns a number into memory. Access to slots is governed by the primary tier
-(``kvtier/engine/primary_tier.py``), not by this module.
+(``kvtier/engine/primary/primary_tier.py``), not by this module.
 """
 
 from __future__ import annotations

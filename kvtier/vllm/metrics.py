@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
-from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.backend import Connection
 from kvtier.vllm.guarded_observer import DROPS, Sample
 from kvtier.vllm.metric_definitions import (

@@ -10,8 +10,8 @@ exact except for the prompt's last, partial chunk.
 
 Time counts while the engine has a request that is not waiting. vLLM 0.32 offers a step's chunks
 after its ``on_schedule_end``, so they are known when the step has ended; 0.33 offers them before
-that, so they are kept for one step more. ``kvtier/engine/prefill_speed.py`` determines the shift
-due to async scheduling.
+that, so they are kept for one step more. ``kvtier/engine/decide/prefill_speed.py`` determines
+the shift due to async scheduling.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.core.load_messages import TokenPlace
-from kvtier.engine.prefill_speed import LAG_MAX
+from kvtier.engine.decide.prefill_speed import LAG_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping

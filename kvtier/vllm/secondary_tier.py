@@ -8,7 +8,7 @@ It is an entry of ``secondary_tiers`` of vLLM's ``TieringOffloadingSpec``::
 The primary tier, its slots and its policy are vLLM's; they are managed in
 ``vllm/v1/kv_offload/tiering/manager.py``. Its manager reuses a slot as soon as a job has
 finished, and waits for that without a limit. So no storage gets a view of its memory:
-``kvtier/engine/staged_tier.py`` has the reason and the rules.
+``kvtier/engine/staged/staged_tier.py`` has the reason and the rules.
 
 All methods run on vLLM's scheduler thread, or under its manager's lock. None waits for the
 tier except ``drain_jobs`` and ``shutdown``, and those for ``close_timeout_s`` at most.

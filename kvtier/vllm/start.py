@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import vllm
 
-from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.log import log
 from kvtier.runtime import open_runtime, wait_for_servers
 from kvtier.vllm.hosted.backend import HostingEngine

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtier.engine.circuit_breaker import BreakerState, worst
-from kvtier.engine.tier_health import NAMES
+from kvtier.engine.link.circuit_breaker import BreakerState, worst
+from kvtier.engine.link.tier_health import NAMES
 from stress.engine.vllm_server import BLOCK_BYTES, BLOCK_TOKENS
 from stress.record import NOTICED, Sample
 

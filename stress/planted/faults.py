@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from msgspec import structs
 
 from kvtier.core.events import PRIMARY, EventKind, EventLog
-from kvtier.engine.load_completions import LoadCompletions
-from kvtier.engine.requests import Request
-from kvtier.engine.tier_link import TierLink
+from kvtier.engine.link.tier_link import TierLink
+from kvtier.engine.primary.load_completions import LoadCompletions
+from kvtier.engine.primary.requests import Request
 from kvtier.plugin_api.backend import Connection
 from kvtier.tier import backend_driver, batching, bounded_tier, unbounded_tier
 from kvtier.tier.unbounded_tier import UnboundedTier
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from kvtier.core import messages as m
     from kvtier.core.statistics import PrimaryCounts
-    from kvtier.engine.tier_directory import Search
+    from kvtier.engine.primary.tier_directory import Search
     from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome
 
 Replacement = tuple[object, str, Any]

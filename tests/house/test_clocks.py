@@ -18,7 +18,7 @@ ROOMS = {"core", "engine", "hosts", "plugin_api", "policies", "runtime", "settin
 DURATIONS = "compares times that it has read by itself"
 MAY_READ = {
     "kvtier.engine.facade": "the default of the engine's clock; samples of a call's time",
-    "kvtier.engine.staged_facade": "the default of the engine's clock; how long it may close",
+    "kvtier.engine.staged.staged_facade": "the engine's clock, by default; how long it may close",
     "kvtier.runtime": "the default of the engine's clock; how long a start waits",
     "kvtier.hosts.machine_time": "converts what crosses between the engine's clock and the tiers'",
     "kvtier.tier.backend_driver": "when a batch ended, which is converted on its way",

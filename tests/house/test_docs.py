@@ -19,8 +19,8 @@ from packaging.utils import canonicalize_name
 from sources import missing_paths
 from test_rooms import MAY_IMPORT, UNBOUND
 
-from kvtier.engine.circuit_breaker import BREAKER_TABLE
-from kvtier.engine.slot_table import SLOT_TABLE
+from kvtier.engine.link.circuit_breaker import BREAKER_TABLE
+from kvtier.engine.primary.slot_table import SLOT_TABLE
 from kvtier.errors import ConfigError
 from kvtier.hosts.life import LIFE_TABLE
 from kvtier.plugin_api.backend import Backend, BackendContext, Namespace

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from mutating import Mutations
 
-from kvtier.engine.jobs import Job
-from kvtier.engine.promotions import Promotions
-from kvtier.engine.tier_directory import Search, TierDirectory
-from kvtier.engine.transfer_times import TransferTimes
+from kvtier.engine.link.jobs import Job
+from kvtier.engine.link.transfer_times import TransferTimes
+from kvtier.engine.primary.promotions import Promotions
+from kvtier.engine.primary.tier_directory import Search, TierDirectory
 
 if TYPE_CHECKING:
-    from kvtier.engine.requests import Request
+    from kvtier.engine.primary.requests import Request
 
 MUTATIONS = Mutations()
 in_place_of = MUTATIONS.in_place_of

@@ -14,7 +14,7 @@ from world import PATHS
 from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
 from kvtier.core.generations import mark_of, unmarked
-from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.engine.link.circuit_breaker import BreakerState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

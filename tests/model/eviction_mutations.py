@@ -12,11 +12,11 @@ from mutations import MUTATIONS as MUTATIONS
 from mutations import in_place_of, mutation
 
 from kvtier.core import messages as m
-from kvtier.engine.eviction import Eviction, StoreAfterEviction
-from kvtier.engine.primary_tier import PrimaryTier
-from kvtier.engine.promotions import Promotions
-from kvtier.engine.running_prefixes import RunningPrefixes
-from kvtier.engine.slot_table import SlotState, SlotTable
+from kvtier.engine.primary.eviction import Eviction, StoreAfterEviction
+from kvtier.engine.primary.primary_tier import PrimaryTier
+from kvtier.engine.primary.promotions import Promotions
+from kvtier.engine.primary.running_prefixes import RunningPrefixes
+from kvtier.engine.primary.slot_table import SlotState, SlotTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

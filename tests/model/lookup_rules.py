@@ -13,7 +13,7 @@ from world import KEYS, PATHS, Request
 from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
 from kvtier.core.group_messages import GroupKeys
-from kvtier.engine.slot_table import GPU
+from kvtier.engine.primary.slot_table import GPU
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

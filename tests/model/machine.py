@@ -23,7 +23,7 @@ from rules import is_due
 from world import KEYS, PATHS, Shape, TierShape, World
 
 from kvtier.core.block_state import ANSWERS, BlockState
-from kvtier.engine.circuit_breaker import BreakerState, Work
+from kvtier.engine.link.circuit_breaker import BreakerState, Work
 
 TIERS = (TierShape(capacity=3), TierShape(), TierShape(request_level=True))
 SHAPES = st.builds(

@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from kvtier.core import messages as m
-from kvtier.engine.circuit_breaker import Work
+from kvtier.engine.link.circuit_breaker import Work
 from kvtier.plugin_api.backend import Outcome
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from kvtier.core.actor import Actor
     from kvtier.core.messages import Message
-    from kvtier.engine.link_audit import LinkAudit
-    from kvtier.engine.missing_prefixes import DeferredBlock
+    from kvtier.engine.link.audit import LinkAudit
+    from kvtier.engine.primary.missing_prefixes import DeferredBlock
     from kvtier.plugin_api.keys import Key, RequestId
     from kvtier.settings.runtime_config import RuntimeConfig
     from tests.support.cell import TestMailbox

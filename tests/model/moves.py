@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtier.core.block_state import BlockState
-from kvtier.engine.slot_table import SLOT_TABLE, SlotState
+from kvtier.engine.primary.slot_table import SLOT_TABLE, SlotState
 
 if TYPE_CHECKING:
-    from kvtier.engine.primary_audit import PrimaryAudit
+    from kvtier.engine.primary.audit import PrimaryAudit
     from kvtier.plugin_api.keys import Key
 
 KEY_MOVES = {

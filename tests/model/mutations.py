@@ -14,20 +14,21 @@ from mutating import Mutations
 
 from kvtier.core import messages as m
 from kvtier.core.events import EventKind, EventLog
-from kvtier.engine import jobs, prefix_reservations, tier_directory
-from kvtier.engine.cascades import Cascades
-from kvtier.engine.circuit_breaker import Breaker
-from kvtier.engine.link_time import LinkTime
-from kvtier.engine.load_completions import LoadCompletions
-from kvtier.engine.missing_prefixes import MissingPrefixes
-from kvtier.engine.primary_tier import PrimaryTier
-from kvtier.engine.requests import Request
-from kvtier.engine.slot_table import SlotTable
-from kvtier.engine.stall_detector import StallDetector
-from kvtier.engine.tier_directory import Search, TierDirectory
-from kvtier.engine.tier_link import TierLink
-from kvtier.engine.waiting_jobs import WaitingJobs
-from kvtier.engine.write_backlog import WriteBacklog
+from kvtier.engine.link import jobs
+from kvtier.engine.link.circuit_breaker import Breaker
+from kvtier.engine.link.link_time import LinkTime
+from kvtier.engine.link.stall_detector import StallDetector
+from kvtier.engine.link.tier_link import TierLink
+from kvtier.engine.link.waiting_jobs import WaitingJobs
+from kvtier.engine.link.write_backlog import WriteBacklog
+from kvtier.engine.primary import prefix_reservations, tier_directory
+from kvtier.engine.primary.cascades import Cascades
+from kvtier.engine.primary.load_completions import LoadCompletions
+from kvtier.engine.primary.missing_prefixes import MissingPrefixes
+from kvtier.engine.primary.primary_tier import PrimaryTier
+from kvtier.engine.primary.requests import Request
+from kvtier.engine.primary.slot_table import SlotTable
+from kvtier.engine.primary.tier_directory import Search, TierDirectory
 from kvtier.plugin_api.backend import Outcome
 from kvtier.tier import batching, bounded_tier, unbounded_tier
 from kvtier.tier.batching import BlockBatch

@@ -18,8 +18,8 @@ from world import KEYS
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import PRIMARY
 from kvtier.core.generations import mark_of, unmarked
-from kvtier.engine.circuit_breaker import BreakerState, Work
-from kvtier.engine.slot_table import GPU, SlotState
+from kvtier.engine.link.circuit_breaker import BreakerState, Work
+from kvtier.engine.primary.slot_table import GPU, SlotState
 from kvtier.tier.bounded_tier import BoundedTier
 
 if TYPE_CHECKING:

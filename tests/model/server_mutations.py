@@ -7,15 +7,15 @@ from unittest.mock import patch
 
 from mutating import Mutations
 
-from kvtier.engine.connection import ServerConnection
-from kvtier.engine.presence_feed import PresenceFeed
-from kvtier.engine.probes import Probes
-from kvtier.engine.tier_health import TierHealth
+from kvtier.engine.link.connection import ServerConnection
+from kvtier.engine.link.presence_feed import PresenceFeed
+from kvtier.engine.link.probes import Probes
+from kvtier.engine.link.tier_health import TierHealth
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvtier.engine.circuit_breaker import Work
+    from kvtier.engine.link.circuit_breaker import Work
 
 MUTATIONS = Mutations()
 mutation, in_place_of = MUTATIONS.add, MUTATIONS.in_place_of

@@ -18,7 +18,7 @@ from kvtier.core import messages as m
 from kvtier.core import staging_messages as s
 from kvtier.core.actor import Actor
 from kvtier.engine.cell import EngineCell
-from kvtier.engine.staged_tier import StagedTier
+from kvtier.engine.staged.staged_tier import StagedTier
 from kvtier.plugin_api.backend import Outcome
 from kvtier.settings.secondary_tier import read_secondary_tier
 

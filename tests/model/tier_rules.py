@@ -14,7 +14,7 @@ from world import KEYS
 
 from kvtier.core import messages as m
 from kvtier.core.generations import ORIGINAL, mark_of, mark_of_name, marked, unmarked
-from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.backend import block_digest
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import PRIMARY, EventKind
 from kvtier.core.generations import mark_of_name, marked
-from kvtier.engine.slot_table import GPU
+from kvtier.engine.primary.slot_table import GPU
 from kvtier.plugin_api.backend import BackendTraits
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from kvtier.core.actor import Actor
     from kvtier.core.messages import Message
-    from kvtier.engine.lookups import LookedUp
-    from kvtier.engine.tier_link import TierLink
+    from kvtier.engine.link.tier_link import TierLink
+    from kvtier.engine.primary.lookups import LookedUp
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
     from kvtier.plugin_api.keys import Key
 

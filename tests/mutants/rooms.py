@@ -81,11 +81,11 @@ MANAGER: Final = (
 )
 
 ROOMS: Final = {
-    "kvtier/engine/primary_tier.py": ENGINE,
-    "kvtier/engine/lookups.py": ENGINE,
-    "kvtier/engine/promotions.py": ENGINE,
-    "kvtier/engine/tier_link.py": ENGINE,
-    "kvtier/engine/slot_table.py": ENGINE,
+    "kvtier/engine/primary/primary_tier.py": ENGINE,
+    "kvtier/engine/primary/lookups.py": ENGINE,
+    "kvtier/engine/primary/promotions.py": ENGINE,
+    "kvtier/engine/link/tier_link.py": ENGINE,
+    "kvtier/engine/primary/slot_table.py": ENGINE,
     f"{LOG}/index.py": INDEX,
     f"{LOG}/index_slab.py": INDEX,
     f"{LOG}/index_words.py": INDEX,

@@ -15,11 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.v1.core import kv_cache_utils
 
 from kvtier.core.generations import Generations
-from kvtier.engine.load_completions import LoadCompletions
-from kvtier.engine.lookups import Lookups
-from kvtier.engine.primary_tier import PrimaryTier
-from kvtier.engine.requests import Request
-from kvtier.engine.slot_table import SlotTable
+from kvtier.engine.primary.load_completions import LoadCompletions
+from kvtier.engine.primary.lookups import Lookups
+from kvtier.engine.primary.primary_tier import PrimaryTier
+from kvtier.engine.primary.requests import Request
+from kvtier.engine.primary.slot_table import SlotTable
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.vllm import connector_hooks, cpu_worker, group_parts, page_facts, weight_updates
 from kvtier.vllm.kv_events import KVEvents

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvtier.engine.slot_table import SlotState
+from kvtier.engine.primary.slot_table import SlotState
 from kvtier.plugin_api.keys import GROUP_BYTES
 from kvtier.tier.backend_driver import BackendDriver
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from kvtier.core import messages as m
-    from kvtier.engine.slot_table import SlotTable
+    from kvtier.engine.primary.slot_table import SlotTable
 
 
 class SlotMisused(AssertionError):

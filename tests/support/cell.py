@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
     from kvtier.core.messages import Message
     from kvtier.core.tier_host import TierHost
-    from kvtier.engine.primary_tier import PrimaryTier
-    from kvtier.engine.tier_link import TierLink
+    from kvtier.engine.link.tier_link import TierLink
+    from kvtier.engine.primary.primary_tier import PrimaryTier
     from kvtier.plugin_api.backend import BackendTraits, Outcome
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
     from kvtier.settings.runtime_config import RuntimeConfig

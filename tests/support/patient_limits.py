@@ -16,7 +16,8 @@ from unittest.mock import patch
 import pytest
 
 from kvtier.core import tier_host
-from kvtier.engine import access_relay, primary_tier
+from kvtier.engine.link import access_relay
+from kvtier.engine.primary import primary_tier
 from kvtier.hosts import thread_host
 from kvtier.plugin_api.option_fields import options_of
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig

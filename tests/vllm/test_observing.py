@@ -27,8 +27,8 @@ from kvtier.core.statistics import (
     TierStatistics,
 )
 from kvtier.engine.facade import SchedulerFacade
-from kvtier.engine.primary_tier import PrimaryTier
-from kvtier.engine.tier_link import TierLink
+from kvtier.engine.link.tier_link import TierLink
+from kvtier.engine.primary.primary_tier import PrimaryTier
 from kvtier.settings.extra_config import read_settings
 from kvtier.vllm import KVTierOffloadingSpec, metric_definitions, metrics
 from kvtier.vllm.guarded_observer import DROPS, GuardedObserver, Sample

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import to_builtins
 
-from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.backend import Connection
 from kvtier.tools.replay.measurements import Durations, Misread
 

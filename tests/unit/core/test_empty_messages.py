@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.core import messages as m
 from kvtier.core.policy_actor import PolicyActor
-from kvtier.engine.admission_gate import AdmissionGate
+from kvtier.engine.link.admission_gate import AdmissionGate
 from kvtier.plugin_api.admission_policy import AdmissionContext
 from kvtier.plugin_api.backend import BackendTraits
 from kvtier.policies.eviction.lru import LRUPolicy

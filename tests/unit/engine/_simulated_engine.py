@@ -25,7 +25,9 @@ BUDGET_TOKENS: Final = 2048
 TAIL_TOKENS: Final = 7  #: at a prompt's end, which no block has
 STEP_S: Final = 0.002  #: what each step takes beside its tokens
 TOKEN_S: Final = 1e-4
-ATTENTION_S: Final = 2e-9  #: for each of ``n² + 2 n c``: see ``kvtier/engine/prefill_speed.py``
+ATTENTION_S: Final = (
+    2e-9  #: for each of ``n² + 2 n c``: see ``kvtier/engine/decide/prefill_speed.py``
+)
 IDLE_S: Final = 0.004  #: between two looks of an engine that has nothing to compute
 GPU_BLOCK_S: Final = 1e-5  #: from host memory to the GPU
 HANGS: Final = float("inf")

@@ -12,7 +12,7 @@ from tests.support.cell import Batch, TestRuntime, open_test_runtime
 
 if TYPE_CHECKING:
     from kvtier.core.statistics import TierCounts
-    from kvtier.engine.tier_link import TierLink
+    from kvtier.engine.link.tier_link import TierLink
     from tests.support.cell import TestTier
 
 

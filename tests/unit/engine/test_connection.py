@@ -9,13 +9,13 @@ import pytest
 from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import EventKind
-from kvtier.engine.circuit_breaker import BreakerState
-from kvtier.engine.connection import FadingPresence
+from kvtier.engine.link.circuit_breaker import BreakerState
+from kvtier.engine.link.connection import FadingPresence
 from kvtier.plugin_api.backend import BackendTraits, Connection, Outcome
 from tests.unit.engine._story import Story, keys_of
 
 if TYPE_CHECKING:
-    from kvtier.engine.tier_link import TierLink
+    from kvtier.engine.link.tier_link import TierLink
 
 CONNECTING, UP, GONE = Connection.CONNECTING, Connection.UP, Connection.GONE
 

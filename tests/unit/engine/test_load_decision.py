@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.core.load_messages import LoadCost, TokenPlace
-from kvtier.engine.load_decision import FREE, Estimates, Rates, Run, best_cut
+from kvtier.engine.decide.load_decision import FREE, Estimates, Rates, Run, best_cut
 
 RUNS = st.lists(
     st.builds(Run, where=st.sampled_from([FREE, 0, 1, 2]), length=st.integers(1, 12)), max_size=7

@@ -10,9 +10,9 @@ import pytest
 
 from kvtier.core.block_state import BlockState
 from kvtier.core.group_messages import GroupKeys
-from kvtier.engine.circuit_breaker import BreakerState
-from kvtier.engine.load_decisions import EXPLORED_BLOCKS_MAX, EXPLORING_SHARE
-from kvtier.engine.reprobing import FIRST_S
+from kvtier.engine.decide.reprobing import FIRST_S
+from kvtier.engine.link.circuit_breaker import BreakerState
+from kvtier.engine.primary.load_decisions import EXPLORED_BLOCKS_MAX, EXPLORING_SHARE
 from kvtier.plugin_api.backend import Outcome
 from tests.unit.engine._decided import (
     ABSENT,

@@ -5,9 +5,9 @@ from itertools import pairwise, product
 import pytest
 
 from kvtier.core.block_state import ANSWERS, BlockState
-from kvtier.engine import slot_table
-from kvtier.engine.circuit_breaker import BREAKER_TABLE, Breaker, BreakerEvent, BreakerState
-from kvtier.engine.slot_table import SLOT_TABLE, SlotEvent, SlotState, SlotTable
+from kvtier.engine.link.circuit_breaker import BREAKER_TABLE, Breaker, BreakerEvent, BreakerState
+from kvtier.engine.primary import slot_table
+from kvtier.engine.primary.slot_table import SLOT_TABLE, SlotEvent, SlotState, SlotTable
 from kvtier.errors import InternalError
 
 SLOT_MOVES = {

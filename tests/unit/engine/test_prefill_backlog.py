@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvtier.core.load_messages import LoadCost
-from kvtier.engine.load_decision import Cut, Estimates, Rates
-from kvtier.engine.prefill_backlog import LOADING_MAX, PrefillBacklog
-from kvtier.engine.requests import Request
-from kvtier.engine.tier_directory import TierDirectory
+from kvtier.engine.decide.load_decision import Cut, Estimates, Rates
+from kvtier.engine.primary.prefill_backlog import LOADING_MAX, PrefillBacklog
+from kvtier.engine.primary.requests import Request
+from kvtier.engine.primary.tier_directory import TierDirectory
 
 RATES = Rates(1e-3, 0.0)
 COSTS = {0: LoadCost(0.5, 0.01, 0, 0.1)}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.engine.prefill_speed import LAG_MAX, PrefillSpeed
+from kvtier.engine.decide.prefill_speed import LAG_MAX, PrefillSpeed
 
 CONSTANT, LINEAR, QUADRATIC = 0.004, 5e-5, 4e-9
 

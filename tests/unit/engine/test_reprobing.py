@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.engine.reprobing import FIRST_S, LAST_S, REQUESTS, Reprobing
+from kvtier.engine.decide.reprobing import FIRST_S, LAST_S, REQUESTS, Reprobing
 
 SLOW_S = 1.0
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.engine.circuit_breaker import BreakerState
 from kvtier.engine.facade import TICK_S
+from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.backend import Outcome
 from tests.unit.engine._story import (
     Story,

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies
 from kvtier import RuntimeConfig
 from kvtier.core import messages as m
 from kvtier.core.messages import RequestOrder
-from kvtier.engine.running_prefixes import RunningPrefixes
+from kvtier.engine.primary.running_prefixes import RunningPrefixes
 from kvtier.policies.eviction.arc import ARCPolicy
 from kvtier.policies.eviction.lru import LRUPolicy
 from kvtier.policies.eviction.reuse.policy import ReusePolicy

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.core.block_state import BlockState
-from kvtier.engine.transfer_times import TransferTimes
+from kvtier.engine.link.transfer_times import TransferTimes
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from tests.unit.engine._story import (
     Story,

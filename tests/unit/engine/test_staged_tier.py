@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvtier.core.staging_messages import Finished
-    from kvtier.engine.staged_facade import StagedFacade
+    from kvtier.engine.staged.staged_facade import StagedFacade
 
 BLOCK = 4096
 SLOTS = 16  #: of the program
@@ -246,7 +246,7 @@ def test_a_job_is_finished_only_when_no_copy_of_it_runs(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program.until_finished(program.store(KEYS))
-    monkeypatch.setattr("kvtier.engine.staged_facade.COPY_WAIT_BYTES_MAX", 0)
+    monkeypatch.setattr("kvtier.engine.staged.staged_facade.COPY_WAIT_BYTES_MAX", 0)
     copier = program.facade._copier
     go_on, real = threading.Event(), copier._copied
 

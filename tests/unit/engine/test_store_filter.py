@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies
 
-from kvtier.engine.store_filter import StoreFilter
+from kvtier.engine.primary.store_filter import StoreFilter
 
 KEYS = strategies.sampled_from([b"a", b"b", b"c", b"d"])
 

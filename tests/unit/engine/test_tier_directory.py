@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from kvtier.core import messages as m
-from kvtier.engine.tier_directory import ASKING, NOWHERE, TierDirectory
+from kvtier.engine.primary.tier_directory import ASKING, NOWHERE, TierDirectory
 
 G0, G1 = (0).to_bytes(4, "big"), (1).to_bytes(4, "big")
 A, B, C = b"a" + G0, b"b" + G0, b"c" + G0

@@ -7,7 +7,7 @@ import pytest
 from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import EventKind
-from kvtier.engine.presence_feed import GONE_A_STEP
+from kvtier.engine.link.presence_feed import GONE_A_STEP
 from kvtier.plugin_api.backend import Outcome
 from tests.unit.engine._story import Story, keys_of
 

@@ -7,7 +7,7 @@ import pytest
 from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import EventKind
-from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from tests.unit.engine._story import (
     Story,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.engine.transfer_estimate import TransferEstimate
+from kvtier.engine.decide.transfer_estimate import TransferEstimate
 
 SIZES = (64, 128, 192, 64, 256, 32)
 

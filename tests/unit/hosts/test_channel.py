@@ -13,7 +13,7 @@ from hypothesis import given, strategies
 from kvtier import RuntimeConfig
 from kvtier.core import driver_messages
 from kvtier.core import messages as m
-from kvtier.engine.tier_link import TierLink
+from kvtier.engine.link.tier_link import TierLink
 from kvtier.hosts.channel import (
     DRAIN_BYTES_MAX,
     FRAME_MESSAGES_MAX,

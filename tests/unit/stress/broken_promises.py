@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from kvtier.core.events import EventLog
-from kvtier.engine.probes import Probes
+from kvtier.engine.link.probes import Probes
 from stress import load
 from stress.__main__ import main
 from stress.runtime.layer import RuntimeLayer

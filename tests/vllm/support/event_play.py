@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.engine.link.circuit_breaker import BreakerState
 from tests.support.patience import until
 from tests.vllm.support.connector import BLOCK_TOKENS, Connector
 from tests.vllm.support.routers import Found, routers_of

@@ -1,0 +1,1 @@
+"""What a prefix costs to load or to compute, and where to cut it."""

@@ -1,0 +1,260 @@
+"""Sends the probes of one tier, and ends them as misses if the tier does not answer.
+
+Part of a link's actor. As with loads, the tier is sent no more than it can answer soon
+(``transfer_times.py``); the rest waits (``waiting_probes.py``). A probe
+without waiters is remembered: its answer may still come, and shows which blocks the tier has.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvtier.core import messages as m
+from kvtier.core.statistics import Observed
+from kvtier.engine.link.circuit_breaker import Work
+from kvtier.engine.link.in_flight import InFlight
+from kvtier.engine.link.waiting_probes import WaitingProbes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvtier.core.actor import Mailbox
+    from kvtier.core.statistics import TierSpeed
+    from kvtier.engine.link.jobs import Numbers
+    from kvtier.engine.link.presence_feed import PresenceFeed
+    from kvtier.engine.link.tier_health import TierHealth
+    from kvtier.engine.link.waiting_probes import WaitingProbe
+    from kvtier.settings.runtime_config import RuntimeConfig
+
+FIRST_KEYS: Final = 128
+"""Keys first sent to a tier of unknown speed: at 5 ms a key, on one thread, that is 0.6 s."""
+
+PART_KEYS_MIN: Final = 16
+"""A smaller part of a question costs more than the waiting questions gain from it."""
+
+
+class Probes:
+    """The probes of one tier."""
+
+    def __init__(
+        self,
+        number: int,
+        config: RuntimeConfig,
+        numbers: Numbers,
+        health: TierHealth,
+        contents: PresenceFeed,
+        *,
+        tier: Mailbox,
+        primary: Mailbox,
+    ) -> None:
+        """``number``: the tier's."""
+        self.seconds: Observed[float] = Observed()  #: from sending until the answer
+        self._number = number
+        self._time = health.time
+        self._wait_s = config.wait_timeout_s
+        self._probes_max = config.jobs_in_flight_max
+        self._numbers = numbers
+        self._health = health
+        self._contents = contents
+        self._counts = numbers.counts
+        self._tier = tier
+        self._primary = primary
+        self._waiting = WaitingProbes()
+        self._under_way = InFlight(health.time, FIRST_KEYS, config.tiers[number].probe_timeout_s)
+        self._times = self._under_way.times
+        self._awaited: dict[int, WaitingProbe] = {}
+        self._late: dict[int, WaitingProbe] = {}  # only the latest
+        self._mark = b""  # of the generation
+
+    def __len__(self) -> int:
+        """Return how many probes at the tier are awaited."""
+        return len(self._awaited)
+
+    @property
+    def waiting(self) -> int:
+        """How many questions still have unsent keys."""
+        return self._waiting.unasked()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether any question waits, or any probe is at the tier."""
+        return bool(self._waiting) or not self._under_way.is_idle
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        """The numbers of the probes that a request waits for."""
+        return frozenset(self._awaited)
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """The numbers of the probes that are watched for lateness."""
+        return self._under_way.watched
+
+    def set_calls_max(self, calls_max: int) -> None:
+        """Set how many probes the tier's backend may do at once."""
+        self._times.set_calls_max(calls_max)
+
+    def begin_generation(self, mark: bytes) -> None:
+        """Probe for another generation from now on; answers about earlier ones are not awaited."""
+        self._mark = mark
+        self._waiting.pop_all()
+
+    # --- asking ---
+
+    def ask(self, message: m.ProbeKeys) -> None:
+        """Probe the tier, at once or when it has room. A failing tier counts as having no block."""
+        self._waiting.add(message, self._contents.since, self._time.now)
+        self.send_waiting()
+
+    def withdraw(self, message: m.Withdraw) -> None:
+        """Do not send probes that no request waits for any more."""
+        if message.request is None:
+            self._waiting.pop_all()
+        elif message.unwanted:
+            keys = self._waiting.pop_unwanted(message.request, message.unwanted)
+            self._primary.post(m.ProbesWithdrawn(self._number, keys))
+
+    def send_waiting(self) -> None:
+        """Send the probes that the tier has room for. If it is failing, end all waiting ones."""
+        if self._waiting and not self._health.takes(Work.PROBE):
+            self._end_waiting()
+        while len(self._awaited) < self._probes_max:
+            question = self._waiting.next()
+            if question is None:
+                return
+            room = self._times.room
+            if room <= 0 and not question.is_apart:
+                return
+            peer = self._health.peer_of(question.request)
+            if not self._health.trusts(Work.PROBE, peer):
+                self._end(self._waiting.pop_part(question, None))
+                continue
+            if not self._health.try_acquire(Work.PROBE):
+                self._end_waiting()
+                return
+            share = max(PART_KEYS_MIN, self._times.window // len(self._waiting))
+            # A request-scoped tier gets all keys at once.
+            size = None if question.is_apart else min(room, share)
+            self._send(self._waiting.pop_part(question, size), peer)
+
+    def _send(self, probe: WaitingProbe, peer: str) -> None:
+        probe.assign(peer)
+        number = self._numbers.next()
+        deadline = self._under_way.begin(number, probe)
+        self._awaited[number] = probe
+        if not self._tier.post(probe.order(number, self._mark, deadline)):
+            del self._awaited[number]
+            self._under_way.leave(number, probe)
+            self._health.failed(Work.PROBE, "has a full mailbox")
+            self._end(probe)
+            self._end_waiting()
+        else:
+            self._health.on_sent(Work.PROBE, peer)
+
+    # --- answers ---
+
+    def answered(self, message: m.ProbeAnswer) -> None:
+        """Handle the tier's answer."""
+        probe = self._awaited.pop(message.probe, None)
+        if probe is None:
+            self._answered_late(message)
+            return
+        is_sound = len(message.present) == len(probe.keys)
+        self._under_way.end(message.probe, probe, is_whole=is_sound)
+        self.seconds.add(self._time.now - probe.started)
+        if not is_sound:
+            self._health.failed(
+                Work.PROBE, "answered a probe with the wrong number of answers", probe.peer
+            )
+            self._end(probe)
+        else:
+            self._health.succeeded(Work.PROBE, probe.peer)
+            self._end(probe, message.present)
+            self._contents.answered(probe, message.present)
+        self.send_waiting()
+
+    def _answered_late(self, message: m.ProbeAnswer) -> None:
+        self._numbers.count_stray(message.probe)
+        probe = self._late.pop(message.probe, None)
+        if probe is None:
+            return
+        is_judged = message.probe not in self._under_way.watched
+        self._under_way.end(message.probe, probe, is_whole=False)
+        if len(message.present) == len(probe.keys):
+            self._contents.answered(probe, message.present)
+            if not is_judged:  # only its request lost patience, or its process was not run
+                self._health.succeeded(Work.PROBE, probe.peer)
+
+    def speed(self) -> TierSpeed | None:
+        """Return how fast the tier answers, if known."""
+        return self._times.speed(None)
+
+    def pass_time(self) -> None:
+        """End probes as misses if the tier is late, or if a request has waited long enough."""
+        if not self.is_under_way:  # the case at most steps
+            return
+        for peer, late, is_stalled in self._under_way.pop_late():
+            for number in late:
+                self._lose(number)
+            self._health.late(Work.PROBE, len(late), peer, is_stalled=is_stalled)
+        now = self._time.now
+        self._times.pass_time(now)
+        since = now - self._wait_s
+        for number in [n for n, probe in self._awaited.items() if probe.started <= since]:
+            self._awaited[number].leave()
+            self._remember(number)
+        for number in [n for n, probe in self._awaited.items() if probe.deadline <= now]:
+            self._lose(number)  # the tier may be healthy: the stall detector decides
+        self._end_unasked(self._waiting.pop_impatient(since))
+        self.send_waiting()
+
+    def _lose(self, number: int) -> None:
+        """Count a probe as lost, and end it as a miss if it is still awaited."""
+        is_awaited = number in self._awaited
+        probe = self._awaited[number] if is_awaited else self._late[number]
+        if not probe.is_lost:
+            self._times.on_lost(probe)
+            probe.lose()
+        if is_awaited:
+            self._counts.probes_timed_out += 1
+            self._remember(number)
+
+    def _remember(self, number: int) -> None:
+        """End a probe as a miss, but keep it: a late answer is still used."""
+        probe = self._late[number] = self._awaited.pop(number)
+        while len(self._late) > self._probes_max:
+            oldest = next(iter(self._late))
+            self._under_way.leave(oldest, self._late.pop(oldest))
+        self._end(probe)
+
+    def end_all(self) -> None:
+        """End all probes as misses: the tier will not answer."""
+        self._health.showed_nothing(Work.PROBE)
+        self._under_way.forget()
+        self._late.clear()
+        awaited, self._awaited = self._awaited, {}
+        for probe in awaited.values():
+            self._end(probe)
+        self._end_waiting()
+
+    def _end_waiting(self) -> None:
+        self._end_unasked(self._waiting.pop_all())
+
+    def _end_unasked(self, probes: Iterable[WaitingProbe]) -> None:
+        """End probes that were not sent as misses."""
+        for probe in probes:
+            self._tell(probe, (False,) * probe.size)
+
+    def _end(self, probe: WaitingProbe, present: Sequence[bool] | None = None) -> None:
+        """Report the tier's answer. None: there is none, so all keys are misses."""
+        found = (False,) * probe.size if present is None else tuple(present)
+        self._tell(probe, found)
+        unasked = self._waiting.answered(probe, is_whole=all(found))
+        if unasked is not None:
+            self._tell(unasked, (False,) * unasked.size)
+
+    def _tell(self, probe: WaitingProbe, found: tuple[bool, ...]) -> None:
+        if probe.since != self._contents.since:  # not about the current generation
+            return
+        self._counts.queries += len(found) - sum(found)
+        self._primary.post(m.ProbeEnded(self._number, probe.keys, found, probe.request))

@@ -1,0 +1,183 @@
+"""Decides whether a tier is given work, by its circuit breakers and its connection.
+
+Part of a link's actor. It notifies the primary tier when the tier becomes usable, or no longer is,
+and logs changes of the breakers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvtier.core import messages as m
+from kvtier.engine.link.circuit_breaker import Breaker, BreakerState, Work
+from kvtier.engine.link.link_time import LinkTime
+from kvtier.engine.link.peer_health import PeerHealth
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtier.core.actor import Mailbox
+    from kvtier.core.statistics import TierCounts
+    from kvtier.engine.link.connection import ServerConnection
+    from kvtier.plugin_api.keys import RequestId
+    from kvtier.settings.runtime_config import RuntimeConfig
+
+NAMES: Final = {Work.PROBE: "probes", Work.LOAD: "loads", Work.STORE: "stores"}
+"""Names of the kinds of work in logs and statistics."""
+
+
+class TierHealth:
+    """The health of one tier."""
+
+    def __init__(
+        self,
+        number: int,
+        config: RuntimeConfig,
+        connection: ServerConnection,
+        counts: TierCounts,
+        primary: Mailbox,
+        log: Mailbox,
+        peer_of: Callable[[RequestId], str],
+    ) -> None:
+        """``number``: the tier's."""
+        self.peer_of = peer_of  #: returns the peer that does a request's work, if it has peers
+        self.time = LinkTime()  #: used for its deadlines and pauses
+        self._number = number
+        self._name = config.tiers[number].name
+
+        def new_breaker() -> Breaker:
+            pause_s, pause_s_max = config.breaker_pause_s, config.breaker_pause_s_max
+            return Breaker(config.breaker_failures_max, pause_s, pause_s_max)
+
+        self._breakers = {work: new_breaker() for work in Work}
+        self._peers = PeerHealth(new_breaker)
+        self._connection = connection
+        self._counts = counts
+        self._primary = primary
+        self._log = log
+        self._told = (True, True)
+        self.is_open = False  #: whether its backend has ever opened
+
+    @property
+    def states(self) -> dict[Work, BreakerState]:
+        """The state of the breaker of each kind of work."""
+        return {work: breaker.state for work, breaker in self._breakers.items()}
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether the tier broke."""
+        return self._breakers[Work.LOAD].state is BreakerState.DISABLED
+
+    def takes(self, work: Work) -> bool:
+        """Return whether work may be sent, now or once a trial has ended."""
+        return self._connection.is_up and self._breakers[work].allows
+
+    def tries(self, work: Work) -> bool:
+        """Return whether the next piece of work is a trial of the tier."""
+        return self._breakers[work].state is BreakerState.HALF_OPEN
+
+    def try_acquire(self, work: Work) -> bool:
+        """Return whether a piece of work may be sent now. It may become the trial."""
+        return self._connection.is_up and self._breakers[work].try_acquire()
+
+    def trusts(self, work: Work, peer: str) -> bool:
+        """Return whether one of the tier's peers may be sent work now."""
+        return self._peers.allows(work, peer)
+
+    def on_sent(self, work: Work, peer: str) -> None:
+        """Note that one of the tier's peers is sent work."""
+        self._peers.on_sent(work, peer)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether a breaker is to be tried once its pause is over."""
+        is_open = any(each.state is BreakerState.OPEN for each in self._breakers.values())
+        return is_open or self._peers.pauses
+
+    def end_pauses(self) -> None:
+        """Begin trials of breakers whose pause is over."""
+        if self.pauses:
+            for breaker in self._breakers.values():
+                breaker.pass_time(self.time.now)
+            self._peers.pass_time(self.time.now)
+            self.tell_usable()
+
+    def succeeded(self, work: Work, peer: str) -> None:
+        """Note that the tier did some work. ``peer``: which of its peers, if it has several."""
+        if self._peers.succeeded(work, peer):
+            self._say("peer is back", f"{NAMES[work]} from {peer} go on")
+        breaker = self._breakers[work]
+        was = breaker.state
+        breaker.succeeded()
+        if was is BreakerState.HALF_OPEN and breaker.state is BreakerState.CLOSED:
+            self._say("tier is back", f"{NAMES[work]} go on")
+        self.tell_usable()
+
+    def failed(self, work: Work, how: str, peer: str = "") -> None:
+        """Note that the tier failed, or one of its peers."""
+        self._change(work, Breaker.failed, how, peer)
+
+    def late(self, work: Work, count: int, peer: str, *, is_stalled: bool) -> None:
+        """Note that the tier is late with ``count`` pieces of work; ``is_stalled``: with all."""
+        if is_stalled:
+            how = f"did nothing of its {NAMES[work]} for too long"
+            self._change(work, Breaker.stalled, how, peer)
+            return
+        for _ in range(count):
+            self.failed(work, f"did not end one of its {NAMES[work]} in time", peer)
+
+    def _change(
+        self, work: Work, change: Callable[[Breaker, float], None], how: str, peer: str
+    ) -> None:
+        if peer:
+            opens = self._peers.change(work, peer, change, self.time.now)
+            if opens:
+                self._say("peer bypassed", f"{peer} {how}: {NAMES[work]} from it pause")
+            if not (opens or self.tries(work)):
+                return
+            change, how = Breaker.failed, "has several peers that fail"
+        breaker = self._breakers[work]
+        was = breaker.state
+        change(breaker, self.time.now)
+        if was is BreakerState.CLOSED and breaker.state is BreakerState.OPEN:
+            self._counts.breaker_opened += 1
+            self._say("tier bypassed", f"{how}: {NAMES[work]} pause")
+        self.tell_usable()
+
+    def showed_nothing(self, work: Work) -> None:
+        """Note that work of a kind ended without a success or a failure."""
+        self._breakers[work].showed_nothing()
+        self._peers.showed_nothing(work)
+
+    def reconnected(self) -> None:
+        """Try all work again at once: the server had failed, and is back.
+
+        Or the tier has opened for the first time, however long that took.
+        """
+        self.is_open = True
+        for breaker in self._breakers.values():
+            breaker.reconnected()
+        self._peers.forget()
+        self.tell_usable()
+
+    def broke(self) -> None:
+        """Send no more work unless the tier is restarted."""
+        for breaker in self._breakers.values():
+            breaker.broke()
+
+    def on_restart(self) -> None:
+        """Trust a fresh cell."""
+        for breaker in self._breakers.values():
+            breaker.on_restart()
+        self._peers.forget()
+
+    def tell_usable(self) -> None:
+        """Notify the primary tier if the tier's usability for loads or probes has changed."""
+        told = (self.takes(Work.LOAD), self.takes(Work.PROBE))
+        if told != self._told:
+            self._told = told
+            usable, answers = told
+            self._primary.post(m.TierUsable(self._number, usable, answers=answers))
+
+    def _say(self, event: str, detail: str) -> None:
+        self._log.post(m.Notice(event=event, tier=self._name, detail=detail))

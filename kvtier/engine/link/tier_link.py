@@ -1,0 +1,505 @@
+"""Represents one secondary tier in the engine cell.
+
+It keeps the jobs and probes in flight, and those that wait until the tier has room for them. It
+detects when the tier makes no progress any more, and sends a failing one no work
+(``kvtier/engine/link/circuit_breaker.py``). Whatever the tier does or doesn't do, the primary tier
+gets exactly one answer to each of these:
+
+- a probe: ``ProbeEnded``;
+- a promotion: ``PromotionEnded``; ``PromotionWithdrawn`` if it was withdrawn before it was sent;
+  or, when the tier is late or its request has lost patience, ``PromotionAbandoned`` and later,
+  when the tier has released the slots, ``PromotionLate`` or ``SlotsReleased``;
+- a cascade: ``CascadeEnded`` or, for blocks that the tier does not have, ``CascadeDeferred``; only
+  when the tier has released the slots.
+
+All that it sends has the mark of the generation that its primary tier is in
+(``kvtier/core/generations.py``). Answers to earlier messages are accounted for, but otherwise
+ignored: they do not show which blocks can be found now.
+
+An answer whose id isn't in flight is counted and otherwise ignored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvtier.core import messages as m
+from kvtier.core.actor import Actor, Mailbox
+from kvtier.core.backend_counts import BackendCounts
+from kvtier.core.generations import mark_of_name
+from kvtier.core.policy_actor import new_policy
+from kvtier.core.statistics import Observed, TierCounts, TierStatistics
+from kvtier.engine.link.access_relay import AccessRelay
+from kvtier.engine.link.audit import LinkAudit
+from kvtier.engine.link.circuit_breaker import Work, worst
+from kvtier.engine.link.connection import ServerConnection
+from kvtier.engine.link.jobs import Numbers
+from kvtier.engine.link.presence_feed import PresenceFeed
+from kvtier.engine.link.probes import Probes
+from kvtier.engine.link.request_relay import RequestRelay
+from kvtier.engine.link.tier_health import NAMES, TierHealth
+from kvtier.engine.link.transfers import Transfers
+from kvtier.engine.link.write_backlog import WriteBacklog
+from kvtier.plugin_api.backend import Connection, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvtier.core.load_messages import LoadCost
+    from kvtier.core.statistics import TierSpeed
+    from kvtier.engine.link.jobs import Job
+    from kvtier.plugin_api.backend import BackendTraits
+    from kvtier.settings.runtime_config import RuntimeConfig
+
+
+class TierLink(Actor):
+    """Stands between the primary tier and one secondary tier."""
+
+    def __init__(
+        self,
+        number: int,
+        config: RuntimeConfig,
+        *,
+        tier: Mailbox,
+        primary: Mailbox,
+        log: Mailbox,
+        collect_events: bool,
+    ) -> None:
+        """``number``: the tier's. ``meet`` its backend before the first job."""
+        self._relay = relay = RequestRelay(number, tier, primary)
+        self.primary = primary
+        self.tier = tier
+        self.log = log
+        self.counts = TierCounts()
+        self.backend_counts = BackendCounts()
+        self.promotion_seconds: Observed[tuple[float, bool]] = Observed()  #: and whether complete
+        self.tells_uses = False  #: whether the tier evicts, and so needs reports of use
+        self.request_scoped = False  #: whether its contents depend on the request
+        self.serves_others = False  #: whether it asks for blocks by itself
+        self.write_backlog = WriteBacklog(number, config, self.counts, relay, primary)
+        self._number = number
+        self._config = config
+        self._tier_config = tier_config = config.tiers[number]
+        self._connection = ServerConnection(tier_config.name, log)
+        self._health = TierHealth(
+            number, config, self._connection, self.counts, primary, log, relay.peer_of
+        )
+        self.time = time = self._health.time
+        limits_s = tier_config.promote_timeout_s, tier_config.store_timeout_s
+        self._loads = Transfers(Work.LOAD, config, time, limits_s[0], relay.peer_of)
+        self._stores = Transfers(Work.STORE, config, time, limits_s[1])
+        self._told_cost: LoadCost | None = None
+        self.contents = PresenceFeed(
+            number,
+            self._connection,
+            primary,
+            keys_max=config.directory_keys_max,
+            collects=collect_events and tier_config.enable_kv_events,
+        )
+        self._numbers = numbers = Numbers(self.counts)
+        self._probes = Probes(
+            number, config, numbers, self._health, self.contents, tier=tier, primary=primary
+        )
+        self.probe_seconds = self._probes.seconds  #: from sending until the answer
+        self._mark = mark_of_name(config.weights_version)  # of the generation
+        self._probes.begin_generation(self._mark)
+        self.drain_events = self.contents.drain_events
+        self._is_told = False  # whether the tier was notified of the generation
+        self._uses = AccessRelay(tier)
+        self._abandoned_slots = 0
+        self._was_idle = True  # at the last Tick
+        super().__init__(f"link:{config.tiers[number].name}", self._all_handlers())
+
+    def _all_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
+        return {
+            **self._relay.handlers(),
+            m.GenerationBegan: self._generation_began,
+            m.ProbeKeys: self._probes.ask,
+            m.Promote: self._promote,
+            m.Withdraw: self._withdraw,
+            m.Cascade: self._cascade,
+            m.CascadeRefused: self.write_backlog.refused,
+            m.StoresOffered: self.write_backlog.offered,
+            m.TouchKeys: self._used,
+            m.RequestEnded: self._request_ended,
+            m.Tick: self._tick,
+            m.ProbeAnswer: self._probes.answered,
+            m.JobEnded: self._job_ended,
+            m.PresenceChanged: self.contents.changed,
+            m.BlocksWanted: lambda x: self._relay.want(x, self.contents.since),
+            m.ConnectionChanged: self._connection_changed,
+            m.Counted: lambda x: self.backend_counts.add(x.counters),
+            m.PolicyBroke: self._new_policy,
+            m.PolicyReturned: self._new_policy,
+            m.TierOpened: lambda _: self._health.reconnected(),
+            m.TierBroke: self._tier_broke,
+            m.TierNotRun: lambda x: self.time.leave_out(x.seconds),
+            m.TierFenced: self._tier_fenced,
+            m.TierRestarted: self._tier_restarted,
+        }
+
+    def set_traits(self, traits: BackendTraits) -> None:
+        """Apply the traits of the tier's backend."""
+        self.tells_uses = traits.capacity_blocks is not None
+        self.contents.set_traits(traits)
+        self.backend_counts.learn_levels(traits.levels)
+        self._connection.set_connects(connects=traits.connects)
+        self._probes.set_calls_max(traits.probe_batches_max or traits.load_batches_max)
+        self._loads.times.set_calls_max(traits.load_batches_max)
+        self._stores.times.set_calls_max(traits.store_batches_max)
+        self.write_backlog.set_traits(traits)
+        self.request_scoped = traits.request_scoped
+        self.serves_others = traits.serves_others
+        if traits.request_scoped:
+            self.primary.post(m.TierIsRequestScoped(tier=self._number))
+        self._health.tell_usable()
+
+    # --- messages of the primary tier ---
+
+    def _generation_began(self, message: m.GenerationBegan) -> None:
+        self._mark = message.mark
+        self.contents.begin_generation(message.epoch)
+        self._probes.begin_generation(self._mark)
+        self._refuse(self._stores.waiting.pop_before(message.epoch))
+        self._tell_generation()
+
+    def _tell_generation(self) -> None:
+        """Notify the tier, which makes room. Jobs and probes repeat it, as this may be refused."""
+        self._is_told = self.tier.post(m.GenerationBegan(self.contents.since, self._mark))
+
+    def _promote(self, message: m.Promote) -> None:
+        # A hit is counted here and not with the probe: most are known without one.
+        self.counts.queries += len(message.keys)
+        self.counts.hits += len(message.keys)
+        # A request-scoped load may never come, from a tier that serves others meanwhile.
+        limit_s = self._tier_config.promote_timeout_s if self.request_scoped else None
+        self._loads.add_load(message, self.time.now, limit_s)
+        self._send_waiting(self._loads)
+
+    def _withdraw(self, message: m.Withdraw) -> None:
+        """Release unsent loads. Loads at the tier are read to their end."""
+        waiting, request = self._loads.waiting, message.request
+        for job in waiting.pop_all() if request is None else waiting.pop_request(request):
+            self.counts.promotions_withdrawn += len(job.keys)
+            self.primary.post(m.PromotionWithdrawn(self._number, job.keys, job.slots, job.epoch))
+        self._probes.withdraw(message)
+
+    def _cascade(self, message: m.Cascade) -> None:
+        if message.epoch < self.contents.since:  # Computed with earlier weights.
+            self.write_backlog.drop(message)
+            return
+        self._uses.send(self.time.now)  # before it evicts
+        kept, rest = self.write_backlog.admit(message)
+        self._stores.waiting.add(kept, self.time.now)
+        self._send_waiting(self._stores)
+        self.write_backlog.defer(rest)
+
+    def _request_ended(self, message: m.RequestEnded) -> None:
+        self._loads.waiting.forget(message.request)
+        self._used(message)
+
+    def _used(self, message: m.TouchKeys | m.RequestEnded) -> None:
+        if self.tells_uses:
+            self._uses.add(message)
+
+    def _send_all(self) -> None:
+        self._send_waiting(self._loads)
+        self._send_waiting(self._stores)
+
+    def _send_waiting(self, transfers: Transfers) -> None:
+        """Send the jobs that the tier has room for. If it is failing, end all waiting ones."""
+        if transfers.waiting and not self._takes(transfers.work):
+            self._refuse(transfers.waiting.pop_all())
+        while len(self._loads.jobs) + len(self._stores.jobs) < self._config.jobs_in_flight_max:
+            # A request may get no more blocks than these; and jobs behind a trial are refused.
+            whole = self.request_scoped or self._health.tries(transfers.work)
+            if (job := transfers.pop_next(whole=whole)) is None:
+                return
+            if not self._health.trusts(transfers.work, job.peer):
+                self._refuse([job])
+            elif not (self._health.try_acquire(transfers.work) and self._send(transfers, job)):
+                self._refuse([job, *transfers.waiting.pop_all()])
+                return
+
+    def _ask_again(self) -> None:
+        if self.write_backlog.has_deferred and self._takes(Work.STORE):
+            self.write_backlog.ask_again(self.time.now)
+
+    def _takes(self, work: Work) -> bool:
+        has_slots = self._abandoned_slots <= self._config.abandoned_slots_max
+        is_free = has_slots if work is Work.LOAD else not self.write_backlog.is_full(self.time.now)
+        return is_free and self._health.takes(work)
+
+    def _send(self, transfers: Transfers, job: Job) -> bool:
+        """Send a job to the tier. False: its mailbox is full."""
+        job_id = self._numbers.next()
+        deadline = transfers.on_sent(job_id, job)
+        if not self.tier.post(job.order(job_id, self._mark, self.contents.since, deadline)):
+            transfers.not_sent(job_id)
+            self._health.failed(job.work, "has a full mailbox")
+            return False
+        self._health.on_sent(job.work, job.peer)
+        self.counts.promotion_jobs += job.is_load
+        self.counts.cascade_jobs += not job.is_load
+        return True
+
+    def _refuse(self, jobs: Sequence[Job]) -> None:
+        """End jobs that are not sent to the tier."""
+        for job in jobs:
+            if job.is_load:
+                self.counts.promotions_dropped += len(job.keys)
+                self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
+            else:
+                self.write_backlog.not_sent(job, self.time.now)
+
+    # --- answers of the tier ---
+
+    def _job_ended(self, message: m.JobEnded) -> None:
+        transfers = self._loads if message.job in self._loads.jobs else self._stores
+        job = transfers.jobs.get(message.job)
+        if job is None:
+            self._numbers.count_stray(message.job)
+            return
+        outcomes = message.outcomes
+        if len(outcomes) != len(job.keys):
+            outcomes = (Outcome.FAILED,) * len(job.keys)
+        size, seconds = self._config.block_bytes, message.seconds
+        complete = self.counts.count_job(outcomes, size, seconds, is_load=job.is_load)
+        transfers.on_end(message.job, is_whole=complete, at=message.at)
+        if job.is_load:
+            self.promotion_seconds.add((self.time.now - job.started, complete))
+        if job.counts_for_its_tier and Outcome.FAILED in outcomes:
+            self._health.failed(job.work, f"failed a {job.work.name.lower()}", job.peer)
+        elif job.counts_for_its_tier:
+            self._health.succeeded(job.work, job.peer)
+        self.counts.late_completions += job.abandoned
+        if not job.is_load:
+            self._stored(job, outcomes)
+        elif job.abandoned:
+            self._arrived_late(job, outcomes)
+        else:
+            self._end_promotion(job, outcomes)
+        self._send_all()  # a place is free, for either kind
+        self._ask_again()
+
+    def _arrived_late(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
+        """Release the slots of an abandoned job; keep blocks that have arrived in them."""
+        self._abandoned_slots -= len(job.slots)
+        if self.request_scoped:  # such blocks are of no use to others
+            self.primary.post(m.SlotsReleased(slots=job.slots))
+        else:
+            self.primary.post(m.PromotionLate(job.keys, job.slots, outcomes, job.epoch))
+
+    def _stored(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
+        self.contents.stored(job.done(outcomes), job.epoch)
+        is_whole = self.write_backlog.stored(job, outcomes, self.time.now)
+        if not is_whole or self.write_backlog.is_full(self.time.now):
+            self._refuse(self._stores.waiting.pop_all())  # They may follow missing blocks.
+
+    # --- time ---
+
+    def _tick(self, message: m.Tick) -> None:
+        if not self._is_told:
+            self._tell_generation()
+        self.pass_time(message.now)
+        is_idle = self._loads.is_idle and self._stores.is_idle
+        looks, self._was_idle = not (is_idle and self._was_idle), is_idle  # once more at the end
+        if looks:
+            self._look()
+        self._uses.tick(self.time.now)
+        self.contents.pass_time(self.time.now)
+        self._relay.go_on()
+        self._health.end_pauses()
+        if looks:
+            self._send_all()
+            self._tell_cost()
+        self._ask_again()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether a Tick would do no more than ``pass_time``."""
+        looks = not (self._was_idle and self._loads.is_idle and self._stores.is_idle)
+        waits = (
+            looks
+            or self.write_backlog.has_deferred
+            or self._probes.is_under_way
+            or not self._is_told
+        )
+        waits = waits or self._relay.has_unsent or bool(self.contents.untold)
+        return not (waits or self._health.pauses)
+
+    def pass_time(self, now: float) -> None:
+        """Set the time. A Tick of an idle link does no more for a while, and posts nothing."""
+        self.time.pass_to(now)
+        self._probes.pass_time()
+
+    def _look(self) -> None:
+        """Stop waiting for jobs that are late, and learn from jobs that have ended."""
+        for transfers in (self._loads, self._stores):
+            for peer, late, is_stalled in transfers.lose_late():
+                self.counts.jobs_timed_out += len(late)
+                for job in late:
+                    self._lose(job)
+                self._health.late(transfers.work, len(late), peer, is_stalled=is_stalled)
+            expected_s, took_s = transfers.times.pass_time(self.time.now)
+            if transfers.work is Work.LOAD:
+                self.counts.load_expected_seconds += expected_s
+                self.counts.load_seconds += took_s
+        self._cut_loads()
+
+    def _cut_loads(self) -> None:
+        """Let requests that have waited long enough compute. That is no failure of the tier."""
+        for job in self._loads.waiting.pop_due(self.time.now):
+            self.counts.promotions_cut += len(job.keys)
+            self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
+        for job in self._loads.jobs.values():
+            if job.has_lost_patience(self.time.now):
+                job.cut()
+                self.counts.promotions_cut += len(job.keys)
+                self._loads.times.given_up(job, self.time.now)
+                self._abandon(job)
+
+    def _tell_cost(self) -> None:
+        """Report the cost of a load now, behind all loads that are at the tier or wait for it."""
+        cost = self._loads.times.cost(self._loads.waiting.blocks)
+        if cost != self._told_cost:
+            self._told_cost = cost
+            self.primary.post(m.LoadCostLearned(self._number, cost))
+
+    # --- the tier's life ---
+
+    def _connection_changed(self, message: m.ConnectionChanged) -> None:
+        """Send the tier no work while its backend has no server, and end waits for it."""
+        if not self._connection.change(message.state):
+            return
+        self.counts.connections_lost += message.state is Connection.GONE
+        if self._connection.is_up:
+            self._health.reconnected()
+        else:
+            self._probes.end_all()
+            self.contents.on_server_lost()
+            self._send_all()
+            self._health.tell_usable()
+
+    def _new_policy(self, message: m.PolicyBroke | m.PolicyReturned) -> None:
+        self.counts.policies_replaced += isinstance(message, m.PolicyBroke)
+        self.log.post(new_policy(self._tier_config.name, message))
+
+    def _tier_broke(self, message: m.TierBroke) -> None:
+        """Disable the tier. Its threads may still be running, so slots stay as they are."""
+        if not self._health.is_disabled:
+            self.counts.broke += 1
+            self.log.post(
+                m.Notice(event="tier disabled", tier=self._tier_config.name, detail=message.reason)
+            )
+        self._health.broke()
+        self._probes.end_all()
+        for transfers in (self._loads, self._stores):
+            for job in transfers.lose_all():
+                self._lose(job)
+        self._send_all()
+        self._health.tell_usable()
+
+    def _tier_fenced(self, _message: m.TierFenced) -> None:
+        """Take back every slot: nothing of the tier is left that could touch one."""
+        self._health.broke()
+        self._connection.restart()
+        self.contents.cleared()  # no block is found in it until a new cell has opened
+        self._probes.end_all()
+        for job in (*self._loads.fence(), *self._stores.fence()):
+            if not job.is_load:
+                self.write_backlog.not_sent(job, self.time.now)
+            elif job.abandoned:
+                self._abandoned_slots -= len(job.slots)
+                self.primary.post(m.SlotsReleased(slots=job.slots))
+            else:
+                self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
+        self._send_all()
+        self._health.tell_usable()
+
+    def _tier_restarted(self, message: m.TierRestarted) -> None:
+        """Go on with a fresh cell. Only after TierFenced."""
+        if message.traits is not None:
+            self.set_traits(message.traits)
+        self._health.on_restart()
+        self.backend_counts.restart()
+        self.write_backlog.restart()
+        self._tell_generation()
+        self.contents.forget()
+        self._health.tell_usable()
+
+    # --- helpers ---
+
+    def _end_promotion(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
+        self.primary.post(m.PromotionEnded(self._number, job.keys, job.slots, outcomes, job.epoch))
+
+    def _lose(self, job: Job) -> None:
+        """Give up a job that its tier is late with, or broke with."""
+        if job.abandoned:
+            job.end_cut()
+        else:
+            self._abandon(job)
+
+    def _abandon(self, job: Job) -> None:
+        job.abandon()
+        if job.is_load:
+            self._abandoned_slots += len(job.slots)
+            self.primary.post(m.PromotionAbandoned(self._number, job.keys, job.slots, job.epoch))
+
+    def in_flight(self) -> tuple[int, int, int]:
+        """Return the probes, promotion jobs and cascade jobs in flight."""
+        return len(self._probes), len(self._loads.jobs), len(self._stores.jobs)
+
+    def awaited(self) -> int:
+        """Return how many probes, jobs, waiting blocks and unreported changes may end in time."""
+        told = len(self._probes) + self._probes.waiting + self.contents.untold
+        return told + self._loads.awaited + self._stores.awaited
+
+    def audit(self) -> LinkAudit:
+        """Return the state in flight, frozen. For tests and diagnosis: it costs O(n)."""
+        jobs = {**self._loads.jobs, **self._stores.jobs}
+        return LinkAudit(
+            self._health.states,
+            self._connection.state,
+            self.contents.since,
+            {number: job.audit() for number, job in jobs.items()},
+            self._probes.awaited,
+            {
+                Work.PROBE: self._probes.watched,
+                Work.LOAD: self._loads.watched,
+                Work.STORE: self._stores.watched,
+            },
+            self._loads.waiting.slots(),
+            self._stores.waiting.slots(),
+            self.write_backlog.slots,
+            self._abandoned_slots,
+            self._loads.times.outstanding,
+            self.contents.untold,
+            self.time.now,
+        )
+
+    def statistics(self) -> TierStatistics:
+        """Return a frozen snapshot."""
+        probes, loads, stores = self.in_flight()
+        return TierStatistics(
+            name=self._tier_config.name,
+            breaker=worst(self._health.states.values()).name,
+            breakers={NAMES[work]: state.name for work, state in self._health.states.items()},
+            connection=self._connection.state.name,
+            is_open=self._health.is_open,
+            probes_in_flight=probes,
+            promotion_jobs_in_flight=loads,
+            cascade_jobs_in_flight=stores,
+            promotion_slots=self._loads.slots() + self._loads.waiting.blocks,
+            cascade_slots=self.write_backlog.slots,
+            counts=self.counts.snapshot(),
+            speeds=self._speeds(),
+            backend=self.backend_counts.total,
+            backend_levels=self.backend_counts.levels,
+        )
+
+    def _speeds(self) -> dict[str, TierSpeed]:
+        speeds = {Work.PROBE: self._probes.speed()}
+        for transfers in (self._loads, self._stores):
+            speeds[transfers.work] = transfers.times.speed(self._config.block_bytes)
+        return {NAMES[work]: speed for work, speed in speeds.items() if speed is not None}

@@ -1,0 +1,139 @@
+"""Limits how much host memory the stores of one tier may hold, and defers the rest.
+
+A block that finds no room, or waits while the tier takes no stores, is deferred: its slot is free
+for other use, and the primary tier offers the block again when the link asks for it
+(``kvtier/engine/primary/missing_prefixes.py``).
+
+Part of a link's actor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvtier.core import messages as m
+from kvtier.plugin_api.backend import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier.core.actor import Mailbox
+    from kvtier.core.statistics import TierCounts
+    from kvtier.engine.link.jobs import Job
+    from kvtier.engine.link.request_relay import RequestRelay
+    from kvtier.plugin_api.backend import BackendTraits
+    from kvtier.settings.runtime_config import RuntimeConfig
+
+AGAIN_S: Final = 1.0
+"""How long deferred blocks wait after a store that failed, or could not be sent."""
+
+
+class WriteBacklog:
+    """The write backlog of one tier."""
+
+    def __init__(
+        self,
+        number: int,
+        config: RuntimeConfig,
+        counts: TierCounts,
+        relay: RequestRelay,
+        primary: Mailbox,
+    ) -> None:
+        """``number``: the tier's."""
+        self.slots = 0  #: pinned for blocks that wait to be stored, or are being stored
+        self._request_scoped = (
+            False  # the tier wants blocks for the request that brings them, or never
+        )
+        self._number = number
+        self._slots_max = config.cascade_slots_max
+        self._full_pause_s = config.breaker_pause_s
+        self._counts = counts
+        self._relay = relay
+        self._primary = primary
+        self._full_until = 0.0
+        self._again_from = 0.0
+        self.has_deferred = self._has_asked = False
+
+    def set_traits(self, traits: BackendTraits) -> None:
+        """Apply the traits of the tier's backend."""
+        self._request_scoped = traits.request_scoped
+
+    def is_full(self, now: float) -> bool:
+        """Return whether the tier recently had no room. ``now``: seconds of the link's clock."""
+        return now < self._full_until
+
+    def admit(self, message: m.Cascade) -> tuple[m.Cascade, m.Cascade]:
+        """Return the blocks that have room, which count as held from now on, and the rest."""
+        room = max(0, self._slots_max - self.slots)
+        kept = message.part(0, room)
+        self.slots += len(kept.keys)
+        return kept, message.part(room)
+
+    def defer(self, blocks: Job | m.Cascade) -> None:
+        """Release blocks to store later; those of a request-scoped tier are dropped."""
+        if self._request_scoped:
+            self.drop(blocks)
+        elif blocks.keys:
+            self._counts.stores_deferred += len(blocks.keys)
+            self.has_deferred = True
+            self._primary.post(
+                m.CascadeDeferred(
+                    self._number, blocks.request, blocks.keys, blocks.slots, blocks.epoch
+                )
+            )
+
+    def drop(self, blocks: Job | m.Cascade) -> None:
+        """Release blocks permanently: the tier does not have them."""
+        if blocks.keys:
+            self._counts.cascades_dropped += len(blocks.keys)
+            self._end(blocks)
+            if self._request_scoped:
+                self._relay.send(m.BlocksMissing(blocks.request, blocks.keys))
+
+    def refused(self, message: m.CascadeRefused) -> None:
+        """Release the blocks that the tier's admission policy has refused."""
+        self._counts.cascades_refused += len(message.keys)
+        self._end(message)
+
+    def not_sent(self, job: Job, now: float) -> None:
+        """Release the blocks of a job that is not sent now, nor for a while."""
+        self.slots -= len(job.slots)
+        if not self.is_full(now):  # else the time to ask again is set already
+            self._again_from = now + AGAIN_S
+        self.defer(job)
+
+    def stored(self, job: Job, outcomes: Sequence[Outcome], now: float) -> bool:
+        """Release stored blocks of a job, defer the others; return whether all were stored."""
+        self.slots -= len(job.slots)
+        is_done = [outcome is Outcome.DONE or self._request_scoped for outcome in outcomes]
+        if Outcome.FULL in outcomes:
+            # No room now: trying each block would only cost its pin. Loads go on.
+            self._full_until = self._again_from = now + self._full_pause_s
+        if all(is_done):
+            self._end(job)
+            return True
+        if any(is_done):
+            self._end(job.blocks_of(is_done))
+        self.defer(job.blocks_of([not each for each in is_done]))
+        self._again_from = max(self._again_from, now + AGAIN_S)
+        return False
+
+    def _end(self, blocks: Job | m.Cascade | m.CascadeRefused) -> None:
+        self._primary.post(m.CascadeEnded(self._number, blocks.keys, blocks.slots, blocks.epoch))
+
+    def restart(self) -> None:
+        """Note that a fresh cell serves the tier."""
+        self._full_until = self._again_from = 0.0
+
+    def ask_again(self, now: float) -> None:
+        """Ask for deferred blocks, if there are any, and room. The tier must take stores now."""
+        room = self._slots_max - self.slots
+        if self.has_deferred and not self._has_asked and room > 0 and now >= self._again_from:
+            self._has_asked, self.has_deferred = True, False
+            self._primary.post(m.StoresWanted(self._number, room))
+
+    def offered(self, message: m.StoresOffered) -> None:
+        """Note whether there are more deferred blocks."""
+        self._has_asked = False
+        self.has_deferred |= not message.is_all
+        self._counts.cascades_dropped += message.lost

@@ -1,0 +1,306 @@
+"""Decides whether a request loads the blocks of its prefix that tiers have, or computes them.
+
+Part of the primary tier's actor. A decision is made once for each request and wait, when
+the first of its blocks would be looked up at a tier, and before anything is looked up,
+allocated or evicted for it. From then on tiers count as not having the blocks
+behind the cut (``Search.declined``), so that lookups need not change.
+
+The cost of computing is learnt from the engine's steps (``decide/prefill_speed.py``), that
+of loading from each link's jobs (``decide/transfer_estimate.py``). Until the first is
+known, nothing is decided, and requests load. A tier without measurements is assumed to take
+no time, but its loads are waited for no longer than computing would take: it may hang.
+
+A tier that is declined gives no new measurements. So now and then a request loads the
+first few blocks all the same, and waits for them for no longer than a small share of the time
+that it computes anyway (``decide/reprobing.py``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.core import messages as m
+from kvtier.core.load_messages import SPREADS
+from kvtier.engine.decide.load_decision import FREE, NOWHERE, Rates, Run, best_cut
+from kvtier.engine.decide.prefill_speed import PrefillSpeed
+from kvtier.engine.decide.prefix_choice import best_prefix
+from kvtier.engine.decide.reprobing import Reprobing
+from kvtier.engine.primary.prefill_backlog import PrefillBacklog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvtier.core.actor import Mailbox
+    from kvtier.core.group_messages import GroupKeys
+    from kvtier.core.load_messages import LoadCost, TokenPlace
+    from kvtier.core.statistics import PrimaryCounts
+    from kvtier.engine.decide.load_decision import Cut, Estimates
+    from kvtier.engine.primary.promotions import Promotions
+    from kvtier.engine.primary.requests import Request
+    from kvtier.engine.primary.slot_table import SlotTable
+    from kvtier.engine.primary.tier_directory import TierDirectory
+    from kvtier.plugin_api.keys import Key
+    from kvtier.settings.runtime_config import RuntimeConfig
+
+LONGER: Final = 2.0
+"""A request waits for a load at most this many times as long as planned."""
+
+EXPLORED_BLOCKS_MAX: Final = 16
+EXPLORING_SHARE: Final = 0.05
+"""Share of a request's computing time: it waits no longer for blocks that it loads only to
+measure a tier's current speed."""
+
+NOTICE_S: Final = 10.0
+"""Shortest interval between two logged changes of mind about one tier."""
+
+
+class _Mind:
+    """The latest decision about one tier."""
+
+    __slots__ = ("declines", "exploration", "noticed_at")
+
+    def __init__(self) -> None:
+        self.declines = False
+        self.exploration = Reprobing()
+        self.noticed_at = -NOTICE_S
+
+
+class LoadDecisions:
+    """Tracks the costs of loading and computing, and decides between them."""
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        slots: SlotTable,
+        directory: TierDirectory,
+        promotions: Promotions,
+        counts: PrimaryCounts,
+        log: Mailbox,
+    ) -> None:
+        self._slot_of = slots.slot_of
+        self._directory = directory
+        self._promotions = promotions
+        self.counts = counts
+        self._log = log
+        self._names = [tier.name for tier in config.tiers]
+        self._wait_timeout_s = config.wait_timeout_s
+        self._is_on = config.load_policy == "auto" and bool(config.tiers)
+        self._speed = PrefillSpeed(config.prefill_tokens_per_s)
+        self._queue = PrefillBacklog()
+        self._costs: dict[int, LoadCost] = {}
+        self._minds = [_Mind() for _ in config.tiers]
+
+    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
+        """Return the handlers of the messages that the primary tier leaves to this."""
+        return {m.LoadCostLearned: self._cost_learned, m.StepComputed: self._step_computed}
+
+    @property
+    def wants_places(self) -> bool:
+        """Whether there is anything to decide now, so that lookups should pass their place."""
+        return self._is_on and self._speed.is_known
+
+    @property
+    def learns_from_steps(self) -> bool:
+        """Whether the engine's steps are of any use here."""
+        return self._is_on
+
+    def rates(self) -> Rates | None:
+        """Return the cost of computing; None: it is unknown, or nothing is to be decided."""
+        rates = self._speed.rates() if self._is_on else None
+        return None if rates is None else Rates(*rates)
+
+    def costs(self) -> dict[int, LoadCost]:
+        """Return the costs of loads by tier, counting loads about to be sent in this step."""
+        unsent = self._promotions.unsent_counts()
+        return {
+            tier: cost._replace(outstanding=cost.outstanding + unsent.get(tier, 0))
+            for tier, cost in self._costs.items()
+        }
+
+    def weigh(self, keys: Sequence[Key], request: Request, place: TokenPlace, now: float) -> None:
+        """Decide how many of these keys, from the first on, the request loads.
+
+        If the first one would be loaded, and tiers have yet to report whether they have it, nothing
+        is decided: most keys that are looked up are nowhere.
+        """
+        rates = self.rates()
+        if rates is None:
+            return
+        if self._directory.is_apart(request.search.request):
+            request.mark_decided()
+            return  # It came with parameters for a tier: the decision was made elsewhere.
+        estimates = self._queue.estimates(request, rates, self.costs(), now)
+        is_known = self._directory.is_known(keys[0], request.search)
+        if not is_known:  # then usually none is: no need to check each
+            tier = self._directory.seen_at(keys[0], request.search)
+            if best_cut([Run(tier, len(keys))], place, estimates).blocks:
+                return
+        runs = self._runs(keys, request)
+        cut = best_cut(runs, place, estimates)
+        if cut.blocks and not is_known:
+            return
+        request.mark_decided()
+        kept = cut.keys
+        if cut.all_blocks:
+            kept = self._decided(runs, cut, request, estimates)
+            end = sum(run.length for run in runs)
+            self._decline(keys[kept:end], request)
+            self._have_wait_for_room(cut, request, estimates)
+        first, end = (place.first_token + each * place.chunk_tokens for each in (kept, len(keys)))
+        self._queue.add(request, cut, rates.seconds(first, end), estimates, now)
+
+    def weigh_groups(
+        self, groups: Sequence[GroupKeys], tokens: int, request: Request, place: tuple[int, float]
+    ) -> int:
+        """Decide how much of a prefix of several KV-cache groups is loaded; return its tokens.
+
+        ``place``: the number of tokens that the GPU has, and the time now.
+        """
+        rates = self.rates()
+        if rates is None:
+            return tokens
+        request.mark_decided()
+        if self._directory.is_apart(request.search.request):
+            return tokens
+        search = request.search
+
+        def where(key: Key) -> int:
+            return FREE if key in self._slot_of else self._directory.seen_at(key, search)
+
+        first_token, now = place
+        estimates = self._queue.estimates(request, rates, self.costs(), now)
+        cut = best_prefix(groups, tokens, where, first_token, estimates)
+        end = max(end for group in groups for end in group.ends)
+        compute_s = rates.seconds(max(cut.keys, first_token), end)
+        self._queue.add(request, cut, compute_s, estimates, now)
+        if not cut.all_blocks:
+            return tokens
+        runs = [Run(where(key), 1) for group in groups for key in group.needed(tokens) or ()]
+        kept = self._decided(runs, cut, request, estimates)
+        if kept and not cut.keys:  # to measure the tier: a part of one group is no use
+            return tokens
+        if cut.keys < tokens:
+            behind = [
+                key
+                for group in groups
+                for key, end in zip(group.keys, group.ends, strict=True)
+                if end > cut.keys
+            ]
+            self._decline(behind, request)
+        return cut.keys
+
+    def _decided(
+        self, runs: Sequence[Run], cut: Cut, request: Request, estimates: Estimates
+    ) -> int:
+        """Record a decision; return how many keys are kept, which may differ from the cut's."""
+        tier = next(run.where for run in runs if run.where != FREE)
+        stalled_s = cut.load_s * (1 + SPREADS * estimates.spread())
+        # If it loads nothing, it waits for blocks that leave the primary tier before it reads them.
+        spared_s = cut.saved_s if cut.blocks else cut.compute_s
+        patience_s = max(estimates.computed_s + spared_s, stalled_s)
+        request.wait_for_loads(patience_s, LONGER * patience_s)
+        counts = self.counts
+        if cut.blocks == cut.all_blocks:
+            counts.loads_decided += 1
+        elif cut.blocks:
+            counts.cuts_decided += 1
+        else:
+            kept = self._explore(tier, runs, cut, request)
+            if kept:
+                counts.explorations_decided += 1
+                return kept
+            counts.recomputes_decided += 1
+        self._note(tier, cut)
+        return cut.keys
+
+    def _have_wait_for_room(self, cut: Cut, request: Request, estimates: Estimates) -> None:
+        """Have it wait for slots that others hold, while loading later still beats computing."""
+        if not self._costs or self._promotions.leases_of(request.search.request):
+            return  # no tier's cost is known yet; or its loads were begun before anything was known
+        wait_s = estimates.computed_s + cut.saved_s - estimates.load_alone_s(dict(cut.counts))
+        if cut.blocks and wait_s > 0:
+            until = self._promotions.now + min(wait_s, self._wait_timeout_s)
+            request.wait_for_room(cut.blocks, until)
+
+    def _decline(self, keys: Sequence[Key], request: Request) -> None:
+        declined = [key for key in keys if key not in self._slot_of]
+        self.counts.blocks_declined += len(declined)
+        self._directory.decline(declined, request.search)
+
+    def _runs(self, keys: Sequence[Key], request: Request) -> list[Run]:
+        """Return the runs of the keys, up to the first key that is nowhere."""
+        runs: list[Run] = []
+        slot_of, seen_at = self._slot_of, self._directory.seen_at
+        where, count = FREE, 0
+        for key in keys:
+            at = FREE if key in slot_of else seen_at(key, request.search)
+            if at == where:
+                count += 1
+                continue
+            if count:
+                runs.append(Run(where, count))
+            if at == NOWHERE:
+                return runs
+            where, count = at, 1
+        if count:
+            runs.append(Run(where, count))
+        return runs
+
+    # --- exploring ---
+
+    def _explore(self, tier: int, runs: Sequence[Run], cut: Cut, request: Request) -> int:
+        """Return how many keys to keep, to measure the current speed of a declined tier."""
+        mind, now, cost = self._minds[tier], self._promotions.now, self.costs().get(tier)
+        if cost is None:
+            return 0
+        expected_s = cost.latency_s + cost.block_s * EXPLORED_BLOCKS_MAX
+        if not mind.declines:
+            mind.exploration.begin(now, expected_s)
+            return 0
+        if not mind.exploration.is_due(now, expected_s, cost.outstanding):
+            return 0
+        patience_s = EXPLORING_SHARE * cut.compute_s
+        request.wait_for_loads(patience_s, patience_s)
+        kept = 0
+        for run in runs:
+            if run.where != FREE:
+                return kept + min(run.length, EXPLORED_BLOCKS_MAX)
+            kept += run.length
+        return 0
+
+    def _note(self, tier: int, cut: Cut) -> None:
+        """Log a change of mind about a tier, either way."""
+        mind, now = self._minds[tier], self._promotions.now
+        declines = not cut.blocks
+        if declines is mind.declines:
+            return
+        mind.declines = declines
+        if now - mind.noticed_at < NOTICE_S:
+            return
+        mind.noticed_at = now
+        event = (
+            "blocks are recomputed rather than loaded" if declines else "blocks are loaded again"
+        )
+        detail = (
+            f"loading {cut.all_blocks} takes about {cut.all_load_s:.2g} s, "
+            f"computing them {cut.compute_s:.2g} s"
+        )
+        self._log.post(m.Notice(event, self._names[tier], detail, level="info"))
+
+    # --- learning ---
+
+    def _cost_learned(self, message: m.LoadCostLearned) -> None:
+        if not self._is_on:
+            return
+        if message.cost is None:
+            self._costs.pop(message.tier, None)
+        else:
+            self._costs[message.tier] = message.cost
+
+    def _step_computed(self, message: m.StepComputed) -> None:
+        if not self._is_on:
+            return
+        foretold = self._speed.step(message.tokens, message.attention, message.seconds)
+        if foretold is not None:
+            self.counts.prefill_expected_seconds += foretold.expected_s
+            self.counts.prefill_seconds += foretold.seconds

@@ -1,0 +1,190 @@
+"""Handles lookups and promotions of requests whose keys belong to several KV-cache groups.
+
+Part of the primary tier's actor. A survey returns where blocks are, and promotes
+none. Once the caller knows which blocks it needs, one reservation promotes
+and leases all blocks of a prefix that fits the room. No more are promoted for
+that request until its decision has ended. So a request holds all the blocks
+that it waits for, or none, and two requests can't starve one another.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.core import messages as m
+from kvtier.core.block_state import BlockState
+from kvtier.core.group_messages import ReservePrefix, Survey
+from kvtier.engine.decide.load_decision import ASKING, NOWHERE
+from kvtier.engine.primary.eviction import ReserveAfterEviction
+from kvtier.engine.primary.lookups import ABSENT, FILLING, READY
+from kvtier.engine.primary.prefix_plan import Prefix, Unknown, longest_prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kvtier.engine.primary.eviction import Eviction
+    from kvtier.engine.primary.load_decisions import LoadDecisions
+    from kvtier.engine.primary.lookups import Lookups
+    from kvtier.engine.primary.promotions import Promotions
+    from kvtier.engine.primary.requests import Request
+    from kvtier.engine.primary.slot_table import SlotTable
+    from kvtier.plugin_api.keys import Key
+
+REFUSED: Final = 0
+"""Value of ``reserved`` if there was no room: reported once, then the request may try again."""
+
+
+class PrefixReservations:
+    """Handles ``Survey`` and ``ReservePrefix``."""
+
+    def __init__(
+        self,
+        lookups: Lookups,
+        slots: SlotTable,
+        promotions: Promotions,
+        eviction: Eviction,
+        decisions: LoadDecisions,
+    ) -> None:
+        self.reply = lookups.reply
+        self.policy = eviction.policy
+        self._slots = slots
+        self._slot_of: Mapping[Key, int] = slots.slot_of
+        self._directory = lookups.directory
+        self._promotions = promotions
+        self._eviction = eviction
+        self._counts = lookups.counts
+        self._decisions = decisions
+        self._requests = lookups.requests
+
+    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
+        """Return the handler of each message type that the primary tier delegates to this."""
+        return {
+            Survey: self.survey,
+            ReservePrefix: self.reserve,
+            ReserveAfterEviction: self.reserve_after_eviction,
+        }
+
+    def survey(self, message: Survey) -> None:
+        """Reply with the key's state; FILLING also if a tier has it and it may be reserved."""
+        key = message.key
+        request = self._requests.get(message.request)
+        slot = self._slot_of.get(key)
+        state = ABSENT
+        if slot is not None:
+            state = READY if self._slots.is_ready(slot) else FILLING
+        elif request is not None:
+            tier = self._directory.find(key, request.search)
+            if tier == ASKING:
+                state = BlockState.PROBING
+            elif tier != NOWHERE and request.reserved is None:
+                state = FILLING
+        if state is READY and slot is not None:
+            self._slots.note_hit(slot)
+        if request is not None:
+            if state is READY and key not in request.misses:
+                request.hits.add(key)
+            elif key not in request.hits:
+                request.misses.add(key)
+        self.reply(state)
+
+    def reserve(self, message: ReservePrefix) -> None:
+        """Promote and lease a prefix across groups; reply with its tokens, 0 for none."""
+        request = self._requests.get(message.request)
+        if request is None or request.reserved is not None:
+            if request is not None and request.reserved == REFUSED:
+                request.end_reservation()
+            self.reply(0)
+            return
+        try:
+            prefix = self._longest(message, request, self._promotions.room())
+        except Unknown:
+            self.reply(0)
+            return
+        if prefix is not None and message.first_token is not None and not request.is_weighed:
+            kept = self._decisions.weigh_groups(
+                message.groups, prefix.tokens, request, (message.first_token, message.now)
+            )
+            if kept < prefix.tokens:
+                if kept:
+                    self.reserve(message)  # blocks behind the cut are nowhere now
+                else:
+                    self.reply(0)
+                return
+        if prefix is not None and (slots := self._slots_for(prefix)) > self._slots.free_count():
+            then = ReserveAfterEviction(message)
+            self._eviction.make_room(slots, then, frozenset(prefix.keys))
+            return
+        self._reserve(prefix, request)
+
+    def reserve_after_eviction(self, message: ReserveAfterEviction) -> None:
+        """Promote and lease the prefix that now fits: perhaps a shorter one than before."""
+        call, room, free = message.reserve, self._promotions.room(), self._slots.free_count()
+        request = self._requests[call.request]
+        try:
+            prefix = self._longest(call, request, room)
+            if prefix is not None and self._slots_for(prefix) > free:
+                prefix = self._longest(call, request, room, free)
+        except Unknown:
+            self.reply(0)
+            return
+        self._reserve(prefix, request)
+
+    def _slots_for(self, prefix: Prefix) -> int:
+        """Return how many free slots the prefix takes."""
+        return sum(key not in self._slot_of for key in prefix.keys)
+
+    def _reserve(self, prefix: Prefix | None, request: Request) -> None:
+        if prefix is None:
+            request.reserve(REFUSED)
+            self._counts.promotions_refused += 1
+            self.reply(0)
+            return
+        request.reserve(prefix.tokens)
+        self._promote(prefix, request)
+        self.reply(prefix.tokens)
+
+    def _longest(
+        self, message: ReservePrefix, request: Request, room: int, free: int | None = None
+    ) -> Prefix | None:
+        """Return the longest prefix for the room of promotions, and maybe for free slots."""
+        slot_of, leased, find = self._slot_of, self._slots.leased, self._directory.find
+
+        def cost(key: Key) -> int | None:
+            slot = slot_of.get(key)
+            if slot is not None:
+                is_ours_to_lease = self._slots.is_ready(slot) and slot not in leased
+                return int(is_ours_to_lease and free is None)
+            tier = find(key, request.search)
+            if tier == ASKING:
+                raise Unknown
+            return None if tier == NOWHERE else 1
+
+        prefix = longest_prefix(message.groups, cost, room if free is None else min(room, free))
+        if prefix is not None and free is not None:  # the blocks that it leases must fit too
+            wanted = sum(
+                key not in slot_of
+                or (self._slots.is_ready(slot_of[key]) and slot_of[key] not in leased)
+                for key in prefix.keys
+            )
+            return prefix if wanted <= room else None
+        return prefix
+
+    def _promote(self, prefix: Prefix, request: Request) -> None:
+        name = request.search.request
+        new: list[Key] = []
+        kept: list[Key] = []
+        for key in prefix.keys:
+            slot = self._slot_of.get(key)
+            if slot is None:
+                tier = self._directory.find(key, request.search)
+                slot = self._slots.allocate_for_tier(key, tier)
+                self._promotions.start(key, slot, name, tier)
+                new.append(key)
+            elif self._slots.is_ready(slot) and slot not in self._slots.leased:
+                self._promotions.lease(key, slot, name)
+                kept.append(key)
+        self._directory.stop_probing(new)
+        if kept:
+            self.policy.post(m.Held(tuple(kept)))
+        if new:
+            self.policy.post(m.Admitted(tuple(new), name, held=True))

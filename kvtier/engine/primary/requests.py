@@ -1,0 +1,111 @@
+"""State that the primary tier keeps for each running request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtier.plugin_api.deadlines import NEVER
+
+if TYPE_CHECKING:
+    from kvtier.core.statistics import PrimaryCounts
+    from kvtier.engine.primary.tier_directory import Search
+    from kvtier.plugin_api.keys import Key
+
+
+class Request:
+    """One running request: the keys it looked up, and the tiers that delivered them."""
+
+    __slots__ = (
+        "_hits_counted",
+        "_queries_counted",
+        "has_waited",
+        "hits",
+        "is_weighed",
+        "misses",
+        "patience_max_s",
+        "patience_s",
+        "reserved",
+        "room_until",
+        "room_wanted",
+        "search",
+        "sources",
+    )
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.is_weighed = False  #: whether its loads and its computing are decided
+        self.patience_s = NEVER  #: how long it waits for a load
+        self.patience_max_s = NEVER  #: the same, for a load that should take longer by now
+        self.has_waited = False  #: for room, in this wait
+        self.room_wanted = 0  #: how many slots it waits for; 0: it does not wait
+        self.room_until = 0.0  #: then it goes on with as many as there are
+        self.reserved: int | None = None  #: tokens of the prefix reserved for it, if any
+        self.sources: dict[Key, int] = {}  #: the tier that delivered the key to it
+        # Invariant: a key is in one of these from its first lookup on, and never changes sides.
+        #            Checked: count, p13_a_key_counts_once_for_a_request_as_a_hit_or_as_a_miss.
+        # Each lookup keeps to it, in line. Otherwise counts would have to be taken back, and
+        # vLLM ends the engine for a counter that falls.
+        self.hits: set[Key] = set()  #: keys that were READY when first looked up
+        self.misses: set[Key] = set()  #: keys that were not; they may be READY later
+        self._queries_counted = 0
+        self._hits_counted = 0
+
+    def reserve(self, tokens: int) -> None:
+        """Record that a prefix of ``tokens`` is reserved; ``REFUSED`` if there was no room."""
+        assert self.reserved is None, "a request reserves once until its decision has ended"
+        self.stop_waiting()
+        self.reserved = tokens
+
+    def mark_decided(self) -> None:
+        """Note that its loads and its computing are decided, for as long as it waits."""
+        self.is_weighed = True
+
+    def wait_for_loads(self, seconds: float, at_most: float) -> None:
+        """Note how long it waits for a load, from when that is sent; see ``m.Promote``."""
+        self.patience_s = seconds
+        self.patience_max_s = at_most
+
+    def wait_for_room(self, slots: int, until: float) -> None:
+        """Have it begin to load once promotions may take ``slots``, or at ``until``."""
+        self.has_waited = False
+        self.room_wanted = slots
+        self.room_until = until
+
+    def begin_to_wait(self) -> bool:
+        """Note that it waits for room; return whether it did not wait before."""
+        had, self.has_waited = self.has_waited, True
+        return not had
+
+    def stop_waiting(self) -> None:
+        """Note that it goes on with as many slots as there are."""
+        self.room_wanted = 0
+
+    def end_reservation(self) -> None:
+        """Let it reserve again, and make a new decision."""
+        self.stop_waiting()
+        self.reserved = None
+        self.is_weighed = False
+        self.patience_s = self.patience_max_s = NEVER
+
+    def delivered(self, key: Key, tier: int) -> None:
+        """Note which tier delivered a key to it."""
+        self.sources[key] = tier
+
+    def reset(self) -> None:
+        """Forget all that belongs to blocks from before a reset."""
+        self.sources.clear()
+        self.end_reservation()
+
+    def count(self, counts: PrimaryCounts) -> None:
+        """Add the keys looked up since the last time to the counts, each key once a request.
+
+        Done when a request loads, stores or ends, since a lookup has no time for it.
+        """
+        hits = len(self.hits)
+        queries = hits + len(self.misses)
+        assert hits >= self._hits_counted, "a hit that was counted is none any more"
+        assert queries >= self._queries_counted, "a key that was counted was not looked up"
+        counts.queries += queries - self._queries_counted
+        counts.hits += hits - self._hits_counted
+        self._queries_counted = queries
+        self._hits_counted = hits

@@ -1,0 +1,1 @@
+"""One tier behind another program's primary tier."""
