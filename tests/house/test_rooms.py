@@ -26,6 +26,12 @@ MAY_IMPORT = {  # all may import errors; nobody imports tools, which may import 
     "backends": {"plugin_api"},
     "kvtier": {"plugin_api", "settings", "engine", "runtime"},  # what it publishes
 }
+IN_THE_ENGINE = {  # the facade and the cell, above these, may import all of them
+    "decide": set(),
+    "link": {"decide"},  # it meets the primary tier by messages only
+    "primary": {"decide"},
+    "staged": {"decide", "link", "primary", "facade", "cell"},
+}
 UNBOUND = {"tools", "__main__"}  #: commands
 OURS = ("kvtier", "kvtier_backends")
 
@@ -52,6 +58,20 @@ def test_a_room_imports_only_what_it_may() -> None:
         if room_of(name) not in {room, "errors", *MAY_IMPORT[room]}
     }
     assert not found
+
+
+def test_in_the_engine_a_link_and_the_primary_tier_meet_by_messages_only() -> None:
+    engine = "kvtier.engine."
+    rooms = {
+        (module.removeprefix(engine).partition(".")[0], name.removeprefix(engine).partition(".")[0])
+        for module in MODULES
+        if module.startswith(engine)
+        for name in imports_of(MODULES[module])
+        if name.startswith(engine)
+    }
+    found = {(room, other) for room, other in rooms if room in IN_THE_ENGINE and room != other}
+    assert found <= {(room, other) for room, may in IN_THE_ENGINE.items() for other in may}
+    assert {room for room, _ in rooms} - {"facade", "cell"} == set(IN_THE_ENGINE)
 
 
 def test_every_room_in_the_table_is_there() -> None:
