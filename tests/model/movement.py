@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Actor
     from kvtier.core.messages import Message
     from kvtier.engine.link.audit import LinkAudit
-    from kvtier.engine.primary.missing_prefixes import DeferredBlock
+    from kvtier.engine.primary.cascades import DeferredBlock
     from kvtier.plugin_api.keys import Key, RequestId
     from kvtier.settings.runtime_config import RuntimeConfig
     from tests.support.cell import TestMailbox

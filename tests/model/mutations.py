@@ -22,9 +22,8 @@ from kvtier.engine.link.tier_link import TierLink
 from kvtier.engine.link.waiting_jobs import WaitingJobs
 from kvtier.engine.link.write_backlog import WriteBacklog
 from kvtier.engine.primary import prefix_reservations, tier_directory
-from kvtier.engine.primary.cascades import Cascades
+from kvtier.engine.primary.cascades import Cascades, MissingPrefixes
 from kvtier.engine.primary.load_completions import LoadCompletions
-from kvtier.engine.primary.missing_prefixes import MissingPrefixes
 from kvtier.engine.primary.primary_tier import PrimaryTier
 from kvtier.engine.primary.requests import Request
 from kvtier.engine.primary.slot_table import SlotTable

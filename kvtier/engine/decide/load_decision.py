@@ -14,6 +14,10 @@ Loads from several tiers run side by side. Blocks that are in the primary tier a
 nothing. Within a run of blocks of one tier, this is concave on either side
 of the point where that tier becomes the slowest, so the best cut is at an end of the
 run, or at that point: no other cuts are tried.
+
+Of several KV-cache groups, a prefix of ``n`` tokens needs blocks of all groups up to token ``n``:
+with full attention every block, with a window the last ones. Cuts are tried where a group's blocks
+change from one place to another, and at the end.
 """
 
 from __future__ import annotations
@@ -22,9 +26,12 @@ from math import ceil, floor, hypot, inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from kvtier.core.group_messages import GroupKeys
     from kvtier.core.load_messages import LoadCost, TokenPlace
+    from kvtier.plugin_api.keys import Key
+
 
 NOWHERE: Final = -1
 """The place of a block that no tier has which the request may use."""
@@ -159,3 +166,81 @@ def _bends(before: int, count: int, cost: LoadCost | None, others_s: float) -> I
         for more in {floor(within), ceil(within)}:
             if 0 < more < count:
                 yield more
+
+
+CUTS_MAX: Final = 16
+"""Limit on cuts that are tried; of more, the last ones."""
+
+
+def best_prefix(
+    groups: Sequence[GroupKeys],
+    tokens: int,
+    where: Callable[[Key], int],
+    first_token: int,
+    estimates: Estimates,
+) -> Cut:
+    """Return the best cut of a prefix of ``tokens``; its ``keys`` count tokens, 0 for none.
+
+    ``where``: the tier that has a block, or ``FREE``. ``first_token``: the GPU has those before.
+    """
+    rates = estimates.rates
+    ends = [first_token]
+    loads: list[tuple[float, dict[int, int]]] = [(0.0, {})]
+    for end in (*_changes(groups, tokens, where)[-CUTS_MAX:], tokens):
+        load = _load(groups, end, where, estimates)
+        if load is not None:
+            ends.append(end)
+            loads.append(load)
+    seconds = [
+        estimates.seconds(load_s, rates.seconds(end, tokens))
+        for end, (load_s, _) in zip(ends, loads, strict=True)
+    ]
+    best = min(range(len(ends)), key=lambda number: (seconds[number], -number))
+    load_s, counts = loads[best]
+    return Cut(
+        ends[best] if best else 0,
+        tuple(counts.items()),
+        load_s,
+        rates.seconds(first_token, ends[best]),
+        sum(loads[-1][1].values()),
+        loads[-1][0],
+        rates.seconds(first_token, tokens),
+    )
+
+
+def _changes(groups: Sequence[GroupKeys], tokens: int, where: Callable[[Key], int]) -> list[int]:
+    """Return the tokens before which the blocks of a group without a window change place."""
+    found: set[int] = set()
+    for group in groups:
+        if group.window is None:
+            places = [where(key) for key in group.keys]
+            found.update(
+                end
+                for end, here, there in zip(group.ends, places, places[1:], strict=False)
+                if here != there and end < tokens
+            )
+    return sorted(found)
+
+
+def _load(
+    groups: Sequence[GroupKeys],
+    tokens: int,
+    where: Callable[[Key], int],
+    estimates: Estimates,
+) -> tuple[float, dict[int, int]] | None:
+    """Return the seconds to load a prefix, and how many blocks of it are in each tier.
+
+    None: a block that it needs is nowhere.
+    """
+    counts: dict[int, int] = {}
+    for group in groups:
+        needed = group.needed(tokens)
+        if needed is None:
+            return None
+        for key in needed:
+            tier = where(key)
+            if tier == NOWHERE:
+                return None
+            if tier != FREE:
+                counts[tier] = counts.get(tier, 0) + 1
+    return estimates.load_s(counts), counts

@@ -2,7 +2,7 @@
 
 A block that finds no room, or waits while the tier takes no stores, is deferred: its slot is free
 for other use, and the primary tier offers the block again when the link asks for it
-(``kvtier/engine/primary/missing_prefixes.py``).
+(``kvtier/engine/primary/cascades.py``).
 
 Part of a link's actor.
 """

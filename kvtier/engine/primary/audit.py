@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvtier.engine.primary.cascades import DeferredBlock
     from kvtier.engine.primary.lookups import LookedUp
-    from kvtier.engine.primary.missing_prefixes import DeferredBlock
     from kvtier.engine.primary.promotions import PromotionAudit
     from kvtier.engine.primary.slot_table import SlotAudit
     from kvtier.engine.primary.tier_directory import DirectoryAudit

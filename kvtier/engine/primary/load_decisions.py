@@ -13,6 +13,13 @@ no time, but its loads are waited for no longer than computing would take: it ma
 A tier that is declined gives no new measurements. So now and then a request loads the
 first few blocks all the same, and waits for them for no longer than a small share of the time
 that it computes anyway (``decide/reprobing.py``).
+
+A decision counts the work that engine and tiers still have to do for requests decided on earlier.
+vLLM does not report when it has computed a request, and it may not be known yet which of a
+request's blocks a tier has to load. So a decision counts as work for as long as it was expected to
+take when it was made: its real outcome does not matter for long.
+
+Times are seconds of the runtime's clock.
 """
 
 from __future__ import annotations
@@ -21,26 +28,33 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core import messages as m
 from kvtier.core.load_messages import SPREADS
-from kvtier.engine.decide.load_decision import FREE, NOWHERE, Rates, Run, best_cut
+from kvtier.engine.decide.load_decision import (
+    FREE,
+    NOWHERE,
+    Estimates,
+    Rates,
+    Run,
+    best_cut,
+    best_prefix,
+)
 from kvtier.engine.decide.prefill_speed import PrefillSpeed
-from kvtier.engine.decide.prefix_choice import best_prefix
 from kvtier.engine.decide.reprobing import Reprobing
-from kvtier.engine.primary.prefill_backlog import PrefillBacklog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvtier.core.actor import Mailbox
     from kvtier.core.group_messages import GroupKeys
     from kvtier.core.load_messages import LoadCost, TokenPlace
     from kvtier.core.statistics import PrimaryCounts
-    from kvtier.engine.decide.load_decision import Cut, Estimates
+    from kvtier.engine.decide.load_decision import Cut
     from kvtier.engine.primary.promotions import Promotions
     from kvtier.engine.primary.requests import Request
     from kvtier.engine.primary.slot_table import SlotTable
     from kvtier.engine.primary.tier_directory import TierDirectory
     from kvtier.plugin_api.keys import Key
     from kvtier.settings.runtime_config import RuntimeConfig
+
 
 LONGER: Final = 2.0
 """A request waits for a load at most this many times as long as planned."""
@@ -304,3 +318,48 @@ class LoadDecisions:
         if foretold is not None:
             self.counts.prefill_expected_seconds += foretold.expected_s
             self.counts.prefill_seconds += foretold.seconds
+
+
+LOADING_MAX: Final = 64
+"""Limit on loading requests considered, the oldest: a decision must be quick."""
+
+
+class PrefillBacklog:
+    """Tracks the decisions for requests that have no first token yet."""
+
+    def __init__(self) -> None:
+        self._computed_at = 0.0  # when the engine will have computed all that was decided
+        self._loaded_at: dict[Request, float] = {}
+        self._owed: dict[int, tuple[int, float]] = {}  # by tier: blocks to load, and as of when
+
+    def estimates(
+        self, request: Request, rates: Rates, costs: Mapping[int, LoadCost], now: float
+    ) -> Estimates:
+        """Return the estimates that a decision for ``request`` is based on."""
+        waiting = {each: at for each, at in self._loaded_at.items() if at > now and each.is_weighed}
+        waiting.pop(request, None)
+        self._loaded_at = waiting
+        return Estimates(
+            rates,
+            {tier: self._behind_others(tier, cost, now) for tier, cost in costs.items()},
+            max(0.0, self._computed_at - now),
+            tuple(at - now for at in list(waiting.values())[:LOADING_MAX]),
+        )
+
+    def _behind_others(self, tier: int, cost: LoadCost, now: float) -> LoadCost:
+        blocks, since = self._owed.get(tier, (0, now))
+        if blocks and cost.block_s > 0:
+            blocks -= int((now - since) / cost.block_s)
+        return cost if blocks <= cost.outstanding else cost._replace(outstanding=blocks)
+
+    def add(
+        self, request: Request, cut: Cut, compute_s: float, estimates: Estimates, now: float
+    ) -> None:
+        """Count this decision for later ones: the engine computes for ``compute_s`` of it."""
+        if cut.blocks:
+            self._loaded_at[request] = now + cut.load_s
+        for tier, count in cut.counts:
+            cost = estimates.costs.get(tier)
+            if cost is not None:
+                self._owed[tier] = (cost.outstanding + count, now)
+        self._computed_at = max(self._computed_at, now) + compute_s

@@ -25,18 +25,15 @@ from kvtier.core.statistics import Observed, PrimaryCounts, PrimaryStatistics
 from kvtier.engine.primary.audit import PrimaryAudit
 from kvtier.engine.primary.cascades import Cascades
 from kvtier.engine.primary.eviction import Eviction, StoreAfterEviction
-from kvtier.engine.primary.gpu_loads import GpuLoads
 from kvtier.engine.primary.load_completions import LoadCompletions
 from kvtier.engine.primary.load_decisions import LoadDecisions
-from kvtier.engine.primary.lookups import Lookups
-from kvtier.engine.primary.prefix_plan import storable
-from kvtier.engine.primary.prefix_reservations import PrefixReservations
+from kvtier.engine.primary.lookups import Lookups, StepRequests
+from kvtier.engine.primary.prefix_reservations import PrefixReservations, storable
 from kvtier.engine.primary.promotions import Batch, Promotions
 from kvtier.engine.primary.request_tiers import RequestTiers
-from kvtier.engine.primary.requests import Request
+from kvtier.engine.primary.requests import GpuLoads, Request
 from kvtier.engine.primary.running_prefixes import RunningPrefixes
 from kvtier.engine.primary.slot_table import SlotTable
-from kvtier.engine.primary.step_requests import StepRequests
 from kvtier.engine.primary.store_filter import StoreFilter, wanted_of
 from kvtier.engine.primary.tier_directory import TierDirectory
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.core import messages as m
 from kvtier.core.messages import RequestOrder
-from kvtier.engine.primary.missing_prefixes import DeferredBlock, MissingPrefixes
+from kvtier.engine.primary.cascades import DeferredBlock, MissingPrefixes
 from kvtier.plugin_api.backend import Outcome
 from tests.unit.engine._story import Story, cascade, counts_of, keys_of, link_of, tier_of
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.core.block_state import BlockState
 from kvtier.engine.link.circuit_breaker import Breaker, BreakerState, Work
-from kvtier.engine.link.peer_health import PEERS_MAX, PeerHealth
+from kvtier.engine.link.tier_health import PEERS_MAX, PeerHealth
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from tests.unit.engine._story import Story, link_of, tier_of
 

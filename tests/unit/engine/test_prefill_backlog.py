@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.core.load_messages import LoadCost
 from kvtier.engine.decide.load_decision import Cut, Estimates, Rates
-from kvtier.engine.primary.prefill_backlog import LOADING_MAX, PrefillBacklog
+from kvtier.engine.primary.load_decisions import LOADING_MAX, PrefillBacklog
 from kvtier.engine.primary.requests import Request
 from kvtier.engine.primary.tier_directory import TierDirectory
 

@@ -12,7 +12,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,11 +32,10 @@ def run_forked(module: str, job: Mapping[str, Any], environment: Mapping[str, st
         part.start()
         part.join()
         assert part.exitcode == 0, f"{module} ended with {part.exitcode}"
-        return json.loads(output.read_text().splitlines()[-1])
+        return json.loads(output.read_text())
 
 
 def _main_of(module: str, job: str, environment: dict[str, str], output: str) -> None:
     os.environ.update({**QUIET_ENVIRONMENT, **environment})
-    sys.argv = [module, job]
-    with Path(output).open("w") as sys.stdout:
-        importlib.import_module(module).main()
+    (answer,) = importlib.import_module(module).main(json.loads(job))
+    Path(output).write_text(json.dumps(answer))
