@@ -14,7 +14,7 @@ from kvtier.errors import InternalError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
 
 
 class Mailbox(Protocol):

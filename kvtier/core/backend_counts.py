@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.plugin_api.threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Counting:
             counted = await self._threads.run(self._counters)
             if counted != self._reported:
                 self._reported = counted
-                self._link.post(m.Counted(counters=counted))
+                self._link.post(wire.Counted(counters=counted))
 
 
 class BackendCounts:

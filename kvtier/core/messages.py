@@ -1,94 +1,86 @@
-"""Defines every message that one actor sends another, and what a full mailbox does with it.
+"""Defines the messages within a cell: the engine's, and between a cell's tier and its policy.
 
-(Except those between a tier and its backend's driver: ``kvtier/core/driver_messages.py``; about
-requests: ``kvtier/core/request_messages.py``; about promotions:
-``kvtier/core/promotion_messages.py``; about cascades: ``kvtier/core/cascade_messages.py``; about
-the cost of loads: ``kvtier/core/load_messages.py``; about a tier's life:
-``kvtier/core/life_messages.py``; those that the primary tier leaves for itself while it waits for
-victims: ``kvtier/engine/primary/eviction.py``.)
-
-Messages are values: keys, slot numbers, ids, outcomes, times. Never a buffer,
-a callback or an object of the sender's, so an actor can move to another process.
-They are frozen msgspec structs: cheap to build, and not tracked by the garbage collector.
-Units: seconds of the runtime's monotonic clock; slots count from 0; tiers too, in
-the order of ``secondary_tiers``; a set of tiers is an int, one bit a tier.
-
-What happens when a mailbox is full
------------------------------------
-Mailboxes inside one cell are run to quiescence before the facade's call
-returns, so they can't fill up. Between cells:
-
-=====================  ====================================================
-message                when the mailbox is full
-=====================  ====================================================
-Probe                  refused; the tier counts as not having the keys
-LoadJob                refused; the promotion fails at once, the slots are free
-StoreJob               refused; the blocks are not cascaded, and counted
-RequestOpened,         sent again with the next Tick
-RequestClosed,
-PrefixHits,
-BlocksMissing
-TouchKeys,             dropped; the tier's eviction order is a little older
-RequestEnded, Tick
-ProbeAnswer, JobEnded, never refused: at most one for each probe and job in flight
-PresenceChanged
-TierOpened, TierBroke, never refused: one of each in a tier's life
-TierFenced
-PolicyBroke, PolicyReturned, Counted, ConnectionChanged
-=====================  ====================================================
+None of them crosses to another cell (``kvtier/core/wire.py``). Those that the primary tier leaves
+for itself while it waits for victims are in ``kvtier/engine/primary/eviction.py``. Mailboxes within
+a cell are run to quiescence before the facade's call returns, so they can't fill up.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from bisect import bisect_left, bisect_right
+from typing import Final, Literal, NamedTuple, TypeAlias
 
-from kvtier.core.cascade_messages import Cascade as Cascade
-from kvtier.core.cascade_messages import CascadeDeferred as CascadeDeferred
-from kvtier.core.cascade_messages import CascadeEnded as CascadeEnded
-from kvtier.core.cascade_messages import CascadeRefused as CascadeRefused
-from kvtier.core.cascade_messages import CascadeWanted as CascadeWanted
-from kvtier.core.cascade_messages import StoresOffered as StoresOffered
-from kvtier.core.cascade_messages import StoresWanted as StoresWanted
-from kvtier.core.driver_messages import AnnounceContents as AnnounceContents
-from kvtier.core.driver_messages import BatchEnded as BatchEnded
-from kvtier.core.driver_messages import ContentsAnnounced as ContentsAnnounced
-from kvtier.core.driver_messages import ContentsFound as ContentsFound
-from kvtier.core.driver_messages import ContentsLost as ContentsLost
-from kvtier.core.driver_messages import LoadBatch as LoadBatch
-from kvtier.core.driver_messages import ProbeBatch as ProbeBatch
-from kvtier.core.driver_messages import RemoveBatch as RemoveBatch
-from kvtier.core.driver_messages import StoreBatch as StoreBatch
-from kvtier.core.life_messages import ConnectionChanged as ConnectionChanged
-from kvtier.core.life_messages import Counted as Counted
-from kvtier.core.life_messages import TierBroke as TierBroke
-from kvtier.core.life_messages import TierFenced as TierFenced
-from kvtier.core.life_messages import TierNotRun as TierNotRun
-from kvtier.core.life_messages import TierOpened as TierOpened
-from kvtier.core.life_messages import TierRestarted as TierRestarted
-from kvtier.core.load_messages import LoadCostLearned as LoadCostLearned
-from kvtier.core.load_messages import StepComputed as StepComputed
-from kvtier.core.load_messages import TokenPlace  # noqa: TC001 - msgspec decodes by it
-from kvtier.core.message import Message as Message
-from kvtier.core.message import RequestOrder as RequestOrder
-from kvtier.core.promotion_messages import Promote as Promote
-from kvtier.core.promotion_messages import PromotionAbandoned as PromotionAbandoned
-from kvtier.core.promotion_messages import PromotionEnded as PromotionEnded
-from kvtier.core.promotion_messages import PromotionLate as PromotionLate
-from kvtier.core.promotion_messages import PromotionWithdrawn as PromotionWithdrawn
-from kvtier.core.promotion_messages import SlotsReleased as SlotsReleased
-from kvtier.core.promotion_messages import Withdraw as Withdraw
-from kvtier.core.request_messages import BlocksMissing as BlocksMissing
-from kvtier.core.request_messages import BlocksWanted as BlocksWanted
-from kvtier.core.request_messages import PrefixHits as PrefixHits
-from kvtier.core.request_messages import RequestClosed as RequestClosed
-from kvtier.core.request_messages import RequestFinished as RequestFinished
-from kvtier.core.request_messages import RequestOpened as RequestOpened
-from kvtier.core.request_messages import RequestsScheduled as RequestsScheduled
-from kvtier.core.request_messages import RequestStarted as RequestStarted
-from kvtier.core.request_messages import TierIsRequestScoped as TierIsRequestScoped
+from kvtier.core.wire import Message
 from kvtier.plugin_api.backend import Outcome  # noqa: TC001 - msgspec decodes by it
 from kvtier.plugin_api.deadlines import NEVER
-from kvtier.plugin_api.keys import Key, RequestId  # noqa: TC001 - as above
+from kvtier.plugin_api.keys import Key, RequestId, TierSet  # noqa: TC001 - as above
+
+SPREADS: Final = 3.0
+"""A load that takes so many spreads longer than expected counts as stalled."""
+
+# --- values ---
+
+
+class RequestOrder(NamedTuple):
+    """A request's keys by token position, from number ``first`` on; earlier ones are known."""
+
+    first: int
+    keys: tuple[Key, ...]
+
+
+class TokenPlace(NamedTuple):
+    """Position of a lookup's keys in their request. Tokens before them are on the GPU."""
+
+    first_token: int
+    chunk_tokens: int  #: tokens that each key covers
+
+
+class LoadCost(NamedTuple):
+    """An estimate, as a value: how long a load from a tier would take now."""
+
+    latency_s: float
+    block_s: float  #: for each block that is outstanding at the tier, its own included
+    outstanding: int  #: blocks that the tier has been sent, and has not released
+    spread: float  #: its recent error, as a share of the estimate
+
+    def seconds(self, blocks: int) -> float:
+        """Return how long a load of so many blocks takes, if it is sent now."""
+        if not blocks:
+            return 0.0
+        return self.latency_s + self.block_s * (self.outstanding + blocks)
+
+    def patience_s(self, blocks: int, least_s: float, most_s: float) -> float:
+        """Return how long to wait for so many blocks: until they are stalled, within limits.
+
+        ``least_s`` for blocks that are not expected within ``most_s``.
+        """
+        expected_s = self.seconds(blocks)
+        if expected_s >= most_s:
+            return least_s
+        return max(least_s, min(expected_s * (1 + SPREADS * self.spread), most_s))
+
+
+class GroupKeys(NamedTuple):
+    """One group's share of the blocks that a request may load, from head to tail."""
+
+    keys: tuple[Key, ...]
+    ends: tuple[int, ...]  #: the token that each block ends at, growing
+    window: int | None = None  #: how many blocks before a token are needed; None: all of them
+    reach: int = 0  #: with a window: at least so many tokens before it are needed
+    beyond: int = 0  #: how many blocks behind it are needed, too
+
+    def needed(self, tokens: int) -> tuple[Key, ...] | None:
+        """Return the blocks needed for a prefix of ``tokens``; None if there is no such prefix."""
+        last = bisect_left(self.ends, tokens)
+        if last + self.beyond >= len(self.ends):
+            return None
+        first = 0
+        if self.window is not None:
+            first = max(
+                0, min(last + 1 - self.window, bisect_right(self.ends, tokens - self.reach))
+            )
+        return self.keys[first : last + self.beyond + 1]
+
 
 # --- facade → primary tier: each is handled before the facade's call returns ---
 
@@ -172,12 +164,6 @@ class StepEnd(Message, frozen=True, gc=False):
     now: float
 
 
-class Tick(Message, frozen=True, gc=False):
-    """The time is now ``now``."""
-
-    now: float
-
-
 class LoadSources(Message, frozen=True, gc=False):
     """Which blocks of this request did tiers deliver? Answered with key → the tier's number."""
 
@@ -237,13 +223,6 @@ class Gone(Message, frozen=True, gc=False):
     keys: tuple[Key, ...]
 
 
-class RequestEnded(Message, frozen=True, gc=False):
-    """``request`` is over; ``order``: all keys that it used, head to tail, if known."""
-
-    request: RequestId
-    order: tuple[Key, ...] | None
-
-
 class ChooseVictims(Message, frozen=True, gc=False):
     """Name up to ``count`` keys to evict. Answered with Victims."""
 
@@ -261,16 +240,6 @@ class Restored(Message, frozen=True, gc=False):
     """These victims were not evicted after all: restore them, first in line for eviction."""
 
     keys: tuple[Key, ...]
-
-
-class PolicyBroke(Message, frozen=True, gc=False):
-    """The eviction policy failed with ``error``. Answered with Residents, for its replacement."""
-
-    error: str
-
-
-class PolicyReturned(Message, frozen=True, gc=False):
-    """An eviction policy that had lacked memory is back. Answered with Residents, for it."""
 
 
 class ReplacePolicy(Message, frozen=True, gc=False):
@@ -291,16 +260,6 @@ class Cleared(Message, frozen=True, gc=False):
 
 
 # --- primary tier ↔ tier link ---
-
-
-class GenerationBegan(Message, frozen=True, gc=False):
-    """The weights have changed as of this epoch: no block from before may be found again.
-
-    Primary tier → links, and each link → its tier. ``mark``: see ``kvtier/core/generations.py``.
-    """
-
-    epoch: int
-    mark: bytes
 
 
 class ProbeKeys(Message, frozen=True, gc=False):
@@ -377,82 +336,215 @@ class Notice(Message, frozen=True, gc=False):
     level: NoticeLevel = "warning"
 
 
-# --- tier link ↔ secondary tier, from cell to cell ---
-#
-# Whatever names blocks carries the mark of their generation, so that no order of
-# messages, and no restart, can make the blocks of one generation those of another; and the
-# epoch in which that generation began (``since``): an engine may go back to one that has a name.
-# ``deadline``: when no request waits for the answer any more. It and ``at`` are converted if the
-# engine's clock is not the machine's (``kvtier/hosts/machine_time.py``).
+# --- facade → primary tier, of requests ---
 
 
-class Probe(Message, frozen=True, gc=False):
-    """Look up whether the tier has these. Answered with ProbeAnswer."""
+class RequestStarted(Message, frozen=True, gc=False):
+    """A request begins; only ``tiers`` may be asked for its blocks.
 
-    probe: int
-    keys: tuple[Key, ...]
-    mark: bytes = b""
-    since: int = 0
-    request: RequestId = ""  #: as in ProbeKeys
-    deadline: float = NEVER
+    ``params``: for request-scoped tiers, as MessagePack; if empty, those are not notified.
+    ``peer``: the address of the engine that it loads from, if it names one.
+    """
 
-
-class ProbeAnswer(Message, frozen=True, gc=False):
-    """One bool per key, in the order asked."""
-
-    probe: int
-    present: tuple[bool, ...]
+    request: RequestId
+    tiers: TierSet
+    params: bytes = b""
+    peer: str = ""
 
 
-class LoadJob(Message, frozen=True, gc=False):
-    """Read these blocks into these slots. Answered with JobEnded."""
+class RequestFinished(Message, frozen=True, gc=False):
+    """A request asks for nothing more. ``order``: all its keys, head to tail, if known."""
 
-    job: int
+    request: RequestId
+    order: tuple[Key, ...] | None
+
+
+class RequestsScheduled(Message, frozen=True, gc=False):
+    """The loads of these requests are decided: they wait for nothing any more."""
+
+    requests: tuple[RequestId, ...]
+
+
+class StepComputed(Message, frozen=True, gc=False):
+    """Facade → primary tier: prompt tokens that a step computed, and the time since the last step.
+
+    ``attention``: the sum, over requests, of ``n² + 2 n c`` for ``n`` tokens behind ``c``.
+    ``seconds``: None if the engine had nothing to compute for some of the time.
+    """
+
+    tokens: int
+    attention: int
+    seconds: float | None
+
+
+class Survey(Lookup, frozen=True, gc=False):
+    """Where is this block? FILLING if a tier has it; the lookup alone does not promote it."""
+
+
+class ReservePrefix(Message, frozen=True, gc=False):
+    """Promote the blocks of the longest prefix that has room. Answered with its tokens, or 0."""
+
+    groups: tuple[GroupKeys, ...]
+    request: RequestId
+    first_token: int | None = None  #: those before it the GPU has; None: whatever tiers have counts
+    now: float = 0.0  #: set with ``first_token``
+
+
+# --- promotions: primary tier ↔ tier link ---
+
+
+class Promote(Message, frozen=True, gc=False):
+    """Load these blocks, all for one request, into these slots.
+
+    ``patience_s``: the request computes them instead after so long, or as long as the load should
+    take given the tier's other work, if that is no longer than ``patience_max_s``.
+    """
+
     keys: tuple[Key, ...]
     slots: tuple[int, ...]
-    mark: bytes = b""
-    since: int = 0
+    epoch: int
     request: RequestId = ""
-    deadline: float = NEVER
+    patience_s: float = NEVER
+    patience_max_s: float = NEVER
 
 
-class StoreJob(Message, frozen=True, gc=False):
-    """Store these blocks of one request, read from these slots. Answered with JobEnded."""
+class PromotionEnded(Message, frozen=True, gc=False):
+    """The outcome of each block. The tier has released all the slots."""
 
-    job: int
+    tier: int
+    keys: tuple[Key, ...]
+    slots: tuple[int, ...]
+    outcomes: tuple[Outcome, ...]
+    epoch: int
+
+
+class Withdraw(Message, frozen=True, gc=False):
+    """This request, or any (None), needs nothing more from tiers.
+
+    Anything not sent yet is not sent: answered with PromotionWithdrawn and ProbesWithdrawn.
+    ``unwanted``: keys that it asked tiers for, and that no other request waits for.
+    """
+
+    request: RequestId | None
+    unwanted: frozenset[Key] = frozenset()
+
+
+class PromotionWithdrawn(Message, frozen=True, gc=False):
+    """These blocks were not requested from the tier. Nothing touches the slots."""
+
+    tier: int
+    keys: tuple[Key, ...]
+    slots: tuple[int, ...]
+    epoch: int
+
+
+class PromotionAbandoned(Message, frozen=True, gc=False):
+    """The tier is late, or the request's patience is over. The tier may still write the slots."""
+
+    tier: int
+    keys: tuple[Key, ...]
+    slots: tuple[int, ...]
+    epoch: int
+
+
+class PromotionLate(Message, frozen=True, gc=False):
+    """The outcome of abandoned blocks. The tier has released all the slots."""
+
+    keys: tuple[Key, ...]
+    slots: tuple[int, ...]
+    outcomes: tuple[Outcome, ...]
+    epoch: int
+
+
+class SlotsReleased(Message, frozen=True, gc=False):
+    """The tier has released slots that were abandoned earlier."""
+
+    slots: tuple[int, ...]
+
+
+class LoadCostLearned(Message, frozen=True, gc=False):
+    """Link → primary tier: how long a load from the tier takes now; None: not known."""
+
+    tier: int
+    cost: LoadCost | None
+
+
+# --- cascades: primary tier, admission gate and tier link ---
+
+
+class Cascade(Message, frozen=True, gc=False):
+    """Store these blocks, which are pinned once for this tier, from these slots.
+
+    ``is_admitted``: the tier's admission policy has already decided.
+    """
+
     request: RequestId
     keys: tuple[Key, ...]
     slots: tuple[int, ...]
-    mark: bytes = b""
-    since: int = 0
-    deadline: float = NEVER
+    epoch: int
+    is_admitted: bool = False
+
+    def part(self, start: int, stop: int | None = None) -> Cascade:
+        """Return a cascade of some of the blocks."""
+        where = slice(start, stop)
+        return Cascade(
+            self.request, self.keys[where], self.slots[where], self.epoch, self.is_admitted
+        )
 
 
-class JobEnded(Message, frozen=True, gc=False):
-    """One outcome per block, in the order of the job. ``seconds``: time at the backend.
+class CascadeRefused(Message, frozen=True, gc=False):
+    """The tier's admission policy doesn't want these blocks of a Cascade."""
 
-    ``at``: when the last block ended, by the monotonic clock of the machine; 0.0: not known.
-    """
-
-    job: int
-    outcomes: tuple[Outcome, ...]
-    seconds: float
-    at: float = 0.0
+    keys: tuple[Key, ...]
+    slots: tuple[int, ...]
+    epoch: int
 
 
-class TouchKeys(Message, frozen=True, gc=False):
-    """These blocks were used by ``request``; for a tier that evicts. So is RequestEnded."""
+class CascadeWanted(Message, frozen=True, gc=False):
+    """The tier's admission policy wants these now; ``request`` used them. They may be gone."""
 
+    tier: int
     keys: tuple[Key, ...]
     request: RequestId
 
 
-class PresenceChanged(Message, frozen=True, gc=False):
-    """Blocks that a tier tracking its contents has gained and lost, in that order.
+class CascadeEnded(Message, frozen=True, gc=False):
+    """The tier no longer reads these slots."""
 
-    Other tiers report blocks that they found to be gone.
+    tier: int
+    keys: tuple[Key, ...]
+    slots: tuple[int, ...]
+    epoch: int
+
+
+class CascadeDeferred(Message, frozen=True, gc=False):
+    """The tier does not have these blocks, and no longer reads the slots: offer them again."""
+
+    tier: int
+    request: RequestId
+    keys: tuple[Key, ...]
+    slots: tuple[int, ...]
+    epoch: int
+
+
+class StoresWanted(Message, frozen=True, gc=False):
+    """The tier has room for so many deferred blocks. Answered with StoresOffered."""
+
+    tier: int
+    blocks: int
+
+
+class StoresOffered(Message, frozen=True, gc=False):
+    """The deferred blocks are on their way, as Cascades; ``is_all``: there are no more to request.
+
+    ``lost``: deferred blocks that are no longer here, or that follow one that is not.
     """
 
-    added: tuple[Key, ...]
-    removed: tuple[Key, ...]
-    since: int = 0
+    is_all: bool
+    lost: int
+
+
+class TierIsRequestScoped(Message, frozen=True, gc=False):
+    """The tier serves requests that have parameters for it, and no others. Link → primary tier."""
+
+    tier: int

@@ -20,6 +20,7 @@ import errno
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.errors import InternalError
 from kvtier.plugin_api.log import printable
@@ -27,7 +28,7 @@ from kvtier.plugin_api.log import printable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
 
     _Calls = dict[type[Any], Callable[[Any], None]]
@@ -44,9 +45,9 @@ TICKS_WITHOUT_MEMORY: Final = 60
 """A policy that lacked memory returns after so many ``Tick``s: a minute of use at least."""
 
 
-def new_policy(tier: str, message: m.PolicyBroke | m.PolicyReturned) -> m.Notice:
+def new_policy(tier: str, message: wire.PolicyBroke | wire.PolicyReturned) -> m.Notice:
     """Return the notice about an eviction policy that replaced another."""
-    if isinstance(message, m.PolicyBroke):
+    if isinstance(message, wire.PolicyBroke):
         event, detail = "eviction policy broke, lru takes its place", message.error
     else:
         event, detail = "eviction policy is back, which had no memory", ""
@@ -84,10 +85,10 @@ class PolicyActor(Actor):
             m.Held: lambda x: policy.hold(x.keys),
             m.Unheld: lambda x: policy.unhold(x.keys),
             m.Gone: lambda x: policy.forget(x.keys),
-            m.RequestEnded: lambda x: policy.end_request(x.request, x.order),
+            wire.RequestEnded: lambda x: policy.end_request(x.request, x.order),
             m.ChooseVictims: self._choose_victims,
             m.Restored: lambda x: policy.restore(x.keys),
-            m.Tick: self._tick,
+            wire.Tick: self._tick,
             m.Cleared: lambda _: policy.clear(),
             m.ReplacePolicy: lambda x: self._replace(x.error, x),
         }
@@ -116,7 +117,7 @@ class PolicyActor(Actor):
             raise InternalError("choose_victims returned what is no key")
         self.host.post(m.Victims(keys=victims))
 
-    def _tick(self, message: m.Tick) -> None:
+    def _tick(self, message: wire.Tick) -> None:
         self.policy.pass_time(message.now)
         if self._ticks_left:
             self._ticks_left -= 1
@@ -132,7 +133,7 @@ class PolicyActor(Actor):
             self._waiting.append(message)
         # Not guarded: if the fallback raises, the fault is ours.
         self._restart(self._fallback(self.policy.capacity), guarded=lambda calls: calls)
-        self.host.post(m.PolicyBroke(error=printable(f"{broken}: {error}")))
+        self.host.post(wire.PolicyBroke(error=printable(f"{broken}: {error}")))
 
     def _return(self) -> None:
         """Replace the fallback with a policy of the original kind, or retry later."""
@@ -142,7 +143,7 @@ class PolicyActor(Actor):
             self._ticks_left = TICKS_WITHOUT_MEMORY
             return
         self._restart(policy, self._guarded)
-        self.host.post(m.PolicyReturned())
+        self.host.post(wire.PolicyReturned())
 
     def _restart(self, policy: EvictionPolicy, guarded: Callable[[_Calls], _Calls]) -> None:
         """Install a policy that knows nothing. The host must then be asked for its residents."""

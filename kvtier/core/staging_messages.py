@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvtier.core.message import Message
+from kvtier.core.wire import Message
 from kvtier.plugin_api.keys import Key, RequestId  # noqa: TC001 - msgspec decodes by them
 
 if TYPE_CHECKING:

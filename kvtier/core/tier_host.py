@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
     from kvtier.plugin_api.backend import BackendTraits
 
 ABANDON_S: Final = 1.0

@@ -27,9 +27,9 @@ import time
 from typing import TYPE_CHECKING, Final, cast
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.block_state import ANSWERS, BlockState
-from kvtier.core.group_messages import ReservePrefix, Survey
-from kvtier.core.messages import Lookup
+from kvtier.core.messages import Lookup, ReservePrefix, Survey
 from kvtier.core.statistics import Observations, Observed, Statistics, TierObservations
 from kvtier.core.tier_host import close_tiers
 from kvtier.engine.cell import NO_REPLY, ClosedCell, EngineCell
@@ -42,10 +42,9 @@ if TYPE_CHECKING:
 
     from kvtier.core.events import Event
     from kvtier.core.generations import Generations
-    from kvtier.core.group_messages import GroupKeys
-    from kvtier.core.load_messages import TokenPlace
-    from kvtier.core.messages import Message
+    from kvtier.core.messages import GroupKeys, TokenPlace
     from kvtier.core.tier_host import TierHost
+    from kvtier.core.wire import Message
     from kvtier.engine.link.tier_link import TierLink
     from kvtier.engine.primary.primary_tier import PrimaryTier
     from kvtier.plugin_api.keys import Key, RequestId, TierSet
@@ -92,7 +91,7 @@ class SchedulerFacade:
         self._lookup_seconds: Observed[float] = Observed()
         self._last_tick = clock()
         self._rests_since = -1  # the activity count at which a step ended with nothing left to do
-        self._ask(m.Tick(now=self._last_tick))
+        self._ask(wire.Tick(now=self._last_tick))
         self._wake_tiers()  # they receive the generation of weights that they serve
 
     # --- requests ---
@@ -472,7 +471,7 @@ class SchedulerFacade:
         if now - self._last_tick >= TICK_S:
             self._last_tick = now
             self._poll_tiers()
-            self._ask(m.Tick(now=now))
+            self._ask(wire.Tick(now=now))
             self._wake_tiers()
 
     def _timed_lookup(self, message: Lookup) -> object:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Type
 
 import msgspec
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.errors import KVTierError
 from kvtier.plugin_api.backend import BackendTraits  # noqa: TC001 - msgspec reads it to decode a message
 
@@ -53,15 +53,15 @@ class Setup(NamedTuple):
     rests: Mapping[bytes, Sequence[tuple[int, int]]]  #: of ``SlotMemory``
 
 
-class Begin(m.Message, frozen=True, gc=False):
+class Begin(wire.Message, frozen=True, gc=False):
     """Open the backend and accept messages."""
 
 
-class End(m.Message, frozen=True, gc=False):
+class End(wire.Message, frozen=True, gc=False):
     """End the running work, then end."""
 
 
-class Ready(m.Message, frozen=True, gc=False):
+class Ready(wire.Message, frozen=True, gc=False):
     """The backend is made, and its place is claimed; it waits for Begin."""
 
     traits: BackendTraits
@@ -69,7 +69,7 @@ class Ready(m.Message, frozen=True, gc=False):
     filesystem: int | None = None
 
 
-class Refused(m.Message, frozen=True, gc=False):
+class Refused(wire.Message, frozen=True, gc=False):
     """The backend could not be made. ``is_setting``: because of a bad setting.
 
     ``is_trouble``: the storage that it names has a fault, which may pass.
@@ -80,13 +80,13 @@ class Refused(m.Message, frozen=True, gc=False):
     is_trouble: bool = False
 
 
-class Opened(m.Message, frozen=True):
+class Opened(wire.Message, frozen=True):
     """The backend is open. ``levels``: those of its counters that go up and down."""
 
     levels: dict[str, int]
 
 
-class Logged(m.Message, frozen=True):
+class Logged(wire.Message, frozen=True):
     """A line for the engine's log."""
 
     level: Level
@@ -97,32 +97,32 @@ class Logged(m.Message, frozen=True):
 ToTier = (
     Begin
     | End
-    | m.GenerationBegan
-    | m.Probe
-    | m.LoadJob
-    | m.StoreJob
-    | m.TouchKeys
-    | m.RequestEnded
-    | m.RequestOpened
-    | m.RequestClosed
-    | m.PrefixHits
-    | m.BlocksMissing
-    | m.Tick
+    | wire.GenerationBegan
+    | wire.Probe
+    | wire.LoadJob
+    | wire.StoreJob
+    | wire.TouchKeys
+    | wire.RequestEnded
+    | wire.RequestOpened
+    | wire.RequestClosed
+    | wire.PrefixHits
+    | wire.BlocksMissing
+    | wire.Tick
 )
 ToEngine = (
     Ready
     | Refused
     | Opened
     | Logged
-    | m.ProbeAnswer
-    | m.JobEnded
-    | m.PresenceChanged
-    | m.BlocksWanted
-    | m.Counted
-    | m.ConnectionChanged
-    | m.PolicyBroke
-    | m.PolicyReturned
-    | m.TierBroke
+    | wire.ProbeAnswer
+    | wire.JobEnded
+    | wire.PresenceChanged
+    | wire.BlocksWanted
+    | wire.Counted
+    | wire.ConnectionChanged
+    | wire.PolicyBroke
+    | wire.PolicyReturned
+    | wire.TierBroke
 )
 
 
@@ -179,7 +179,7 @@ class Channel(Generic[T]):
         self._is_cut_short = False  # the last drain left something
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[list[T]] = msgspec.msgpack.Decoder(list[receives])
-        self._posted: list[m.Message] = []
+        self._posted: list[wire.Message] = []
         self._going = memoryview(b"")  # the rest of the last frame that the socket has not accepted
         self._came = bytearray()
         self.is_ended = False  #: the other end is gone, and all its messages were drained
@@ -188,7 +188,7 @@ class Channel(Generic[T]):
         """Return the socket's descriptor, to be waited for."""
         return self._end.fileno()
 
-    def post(self, message: m.Message) -> None:
+    def post(self, message: wire.Message) -> None:
         """Have the message sent with the next ``flush``."""
         self._posted.append(message)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvtier.core.actor import Mailbox
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
     from kvtier.plugin_api.slot_memory import SlotMemory
 
 _STOP: Final = None

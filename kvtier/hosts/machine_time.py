@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvtier.core.actor import Mailbox
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
 
 
 def to_machine_time(tier: Mailbox, clock: Callable[[], float]) -> Mailbox:
@@ -42,7 +42,7 @@ class _ToTier:
 
     def post(self, message: Message) -> bool:
         """Take the message, with its deadline by the machine's clock."""
-        if isinstance(message, m.Probe | m.LoadJob | m.StoreJob):
+        if isinstance(message, wire.Probe | wire.LoadJob | wire.StoreJob):
             left_s = message.deadline - self._clock()
             message = replace(message, deadline=time.monotonic() + left_s)
         return self._tier.post(message)
@@ -55,7 +55,7 @@ class _ToLink:
 
     def post(self, message: Message) -> bool:
         """Take the message, with its time by the engine's clock. Any thread."""
-        if isinstance(message, m.JobEnded) and message.at:
+        if isinstance(message, wire.JobEnded) and message.at:
             ago_s = time.monotonic() - message.at
             message = replace(message, at=self._clock() - ago_s)
         return self._link.post(message)

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.tier_host import TierHost
 from kvtier.errors import ConfigError, InternalError, StorageUnusable, StoreFault
 from kvtier.hosts.channel import (
@@ -53,7 +53,7 @@ from kvtier.plugin_api.threads import BoundedCall, daemon_thread
 
 if TYPE_CHECKING:
     from kvtier.core.actor import Mailbox
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
     from kvtier.plugin_api.backend import BackendContext, BackendTraits
     from kvtier.plugin_api.slot_memory import SlotMemory
     from kvtier.settings.runtime_config import TierConfig
@@ -72,7 +72,7 @@ processes that respond.
 _CLOSE_POLL_S: Final = 0.01
 _START_POLL_S: Final = 0.1
 
-OWED_FOR: Final = (m.Probe, m.LoadJob, m.StoreJob)
+OWED_FOR: Final = (wire.Probe, wire.LoadJob, wire.StoreJob)
 """The messages that a tier answers, once each."""
 
 _PROGRAM: Final = (
@@ -212,7 +212,7 @@ class TierProcess(TierHost):
         if self._owed and self._child is not None:
             waited_s = self._silence.not_run_s(self._child.process.pid)
             if waited_s:
-                self._link.post(m.TierNotRun(waited_s))
+                self._link.post(wire.TierNotRun(waited_s))
 
     def ask_to_end(self) -> None:
         """Take nothing more, end the running work, then end. Returns at once."""
@@ -253,19 +253,19 @@ class TierProcess(TierHost):
     def _handle(self, message: Message) -> None:
         if isinstance(message, Logged):
             log.write(message.level, message.event, dict(message.fields))
-        elif isinstance(message, m.TierBroke):
+        elif isinstance(message, wire.TierBroke):
             self._say_broke(message.reason)
         elif isinstance(message, Opened):
             self._opening.opened(self.place, self.traits, message.levels)
         else:
-            if isinstance(message, m.ProbeAnswer | m.JobEnded):
+            if isinstance(message, wire.ProbeAnswer | wire.JobEnded):
                 self._owed -= 1
                 self._silence = Silence()
             self._link.post(message)
 
     def _say_broke(self, reason: str) -> None:
         self._log_broke(reason)
-        self._link.post(m.TierBroke(reason=reason))
+        self._link.post(wire.TierBroke(reason=reason))
 
     def _log_broke(self, reason: str) -> None:
         """Log why the tier is disabled, once for each reason in a row."""
@@ -311,7 +311,7 @@ class TierProcess(TierHost):
                 if self._life.state is LifeState.SERVING:
                     self._say_broke(_how_it_ended(child.process))
                 self._life.move(LifeEvent.FENCED)
-                self._link.post(m.TierFenced())
+                self._link.post(wire.TierFenced())
         channel.close()
 
     def _new_child(self) -> _Child:
@@ -357,7 +357,7 @@ class TierProcess(TierHost):
             for message in early:
                 if isinstance(message, Opened):  # logged before the link acts on it
                     self._handle(message)
-            self._link.post(m.TierRestarted(traits=child.ready.traits))
+            self._link.post(wire.TierRestarted(traits=child.ready.traits))
             for message in early:
                 self._handle(message)
             if self._life.ending.is_set():
@@ -376,7 +376,7 @@ class TierProcess(TierHost):
         early: list[Message] = []
         while not any(isinstance(message, Opened) for message in early):
             for message in early:
-                if isinstance(message, m.TierBroke):
+                if isinstance(message, wire.TierBroke):
                     raise StoreFault(message.reason)
             is_ending = self._life.ending.is_set()
             if child.channel.is_ended or is_ending or time.monotonic() > deadline_s:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.errors import ConfigError, KVTierError, StorageUnusable
 from kvtier.hosts.channel import (
     Begin,
@@ -48,7 +48,7 @@ from kvtier.tier.cell import TierCell, reason_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
     from kvtier.hosts.channel import Fields, Level
     from kvtier.plugin_api.backend import Backend
 
@@ -195,7 +195,7 @@ def main(
         try:
             anyio.run(partial(_live, inbox, outbox, setup.context.engine_pid))
         except BaseException as error:  # noqa: BLE001 - a bug in a tier ends its process, no other
-            outbox.post(m.TierBroke(reason=reason_of(error)))
+            outbox.post(wire.TierBroke(reason=reason_of(error)))
     outbox.close()
     # Do not wait for a call that hangs in a thread.
     os._exit(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.errors import StorageUnusable
 from kvtier.plugin_api.log import log
 
@@ -37,8 +37,8 @@ class Opening:
         reason = reason or "it has no backend"
         self.broke()
         life.begin_away(reason)
-        self._link.post(m.TierBroke(reason=reason))
-        self._link.post(m.TierFenced())
+        self._link.post(wire.TierBroke(reason=reason))
+        self._link.post(wire.TierFenced())
 
     def broke(self) -> None:
         """Note that the tier can't be used, or can't be used any more."""
@@ -67,7 +67,7 @@ class Opening:
             log.warning("tier is back", **fields)
         else:
             log.info("tier is open", **fields)
-            self._link.post(m.TierOpened())
+            self._link.post(wire.TierOpened())
 
 
 def hangs(tier: TierConfig) -> StorageUnusable:

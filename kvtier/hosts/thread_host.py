@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.tier_host import ABANDON_S, TierHost
 from kvtier.hosts.life import Life, LifeEvent, LifeState
 from kvtier.hosts.restarts import RESTART_PAUSE_S, RestartPause
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvtier.core.actor import Mailbox
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
     from kvtier.plugin_api.backend import Backend, BackendTraits
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
     from kvtier.plugin_api.slot_memory import SlotMemory
@@ -235,14 +235,14 @@ class TierThread(TierHost):
         self._opening.broke()
         if is_news:
             log.error("tier broke", tier=self.name, error=reason)
-        self._link.post(m.TierBroke(reason=reason))
+        self._link.post(wire.TierBroke(reason=reason))
         if cell is not None:
             cell.driver.stop()
             while not cell.driver.is_quiet():
                 if self._life.ending.wait(QUIET_POLL_S):
                     return
         self._life.move(LifeEvent.FENCED)
-        self._link.post(m.TierFenced())
+        self._link.post(wire.TierFenced())
 
     def _opened(self, levels: Mapping[str, int]) -> None:
         """Accept messages again, if this follows a cell that broke."""
@@ -250,4 +250,4 @@ class TierThread(TierHost):
         self._opening.opened(self.place, self.traits, levels)
         if self._life.state is LifeState.REOPENING:
             self._life.move(LifeEvent.OPENED)
-            self._link.post(m.TierRestarted(traits=self.traits))
+            self._link.post(wire.TierRestarted(traits=self.traits))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
 
-from kvtier.core import messages as m
 from kvtier.errors import InternalError, StoreFault
 from kvtier.plugin_api.backend import (
     DIGEST_STEP_BYTES,
@@ -28,13 +27,14 @@ from kvtier.plugin_api.deadlines import NEVER, set_deadline
 from kvtier.plugin_api.log import log, printable
 from kvtier.plugin_api.store_turns import StoreTurns
 from kvtier.plugin_api.threads import DaemonThreads
+from kvtier.tier import driver_messages as d
 from kvtier.tier.leftovers import Unannounced
 from kvtier.tier.open_requests import OF_REQUESTS, OpenRequests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
     from kvtier.plugin_api.backend import Backend
     from kvtier.plugin_api.slot_memory import SlotMemory
 
@@ -105,14 +105,14 @@ class BackendDriver:
 
     def receive(self, message: Message) -> None:
         """Start the batch's task. Loop thread only."""
-        if isinstance(message, m.AnnounceContents):
+        if isinstance(message, d.AnnounceContents):
             self._tasks.create_task(self.announce_contents(message.keys))
             return
         if isinstance(message, OF_REQUESTS):
             # As a task: they start in their order, so that a request ends after its last call.
             self._tasks.create_task(self.requests.receive(message))
             return
-        if not isinstance(message, m.ProbeBatch | m.LoadBatch | m.StoreBatch | m.RemoveBatch):
+        if not isinstance(message, d.ProbeBatch | d.LoadBatch | d.StoreBatch | d.RemoveBatch):
             raise InternalError(f"a driver does not understand {type(message).__name__}")
         self._tasks.create_task(self._run(message))
 
@@ -123,7 +123,7 @@ class BackendDriver:
         """
         self._unannounced.removed(keys)
         for some in _batches(tuple(keys)):
-            self._report(m.ContentsLost(keys=some))
+            self._report(d.ContentsLost(keys=some))
 
     async def announce_contents(self, again: tuple[bytes, ...] = ()) -> None:
         """Announce the blocks that the backend has from before, at a pace the scheduler can take.
@@ -133,7 +133,7 @@ class BackendDriver:
         announced = 0
         for keys in _batches(again) if again else self._backend.contents():
             found = self._unannounced.still_there(keys)
-            self._report(m.ContentsFound(found, again=bool(again)))
+            self._report(d.ContentsFound(found, again=bool(again)))
             announced += len(keys)
             if announced >= CONTENTS_A_PAUSE:
                 announced = 0
@@ -143,7 +143,7 @@ class BackendDriver:
                     await anyio.sleep(CONTENTS_PAUSE_S)
         if not again:
             self._unannounced.end()
-            self._report(m.ContentsAnnounced())
+            self._report(d.ContentsAnnounced())
 
     def is_quiet(self) -> bool:
         """Return whether no thread of the driver or the backend may touch a slot any more.
@@ -176,17 +176,17 @@ class BackendDriver:
         self._checks.stop()
 
     async def _run(
-        self, message: m.ProbeBatch | m.LoadBatch | m.StoreBatch | m.RemoveBatch
+        self, message: d.ProbeBatch | d.LoadBatch | d.StoreBatch | d.RemoveBatch
     ) -> None:
         started = time.perf_counter()
-        if not isinstance(message, m.RemoveBatch) and message.deadline != NEVER:
+        if not isinstance(message, d.RemoveBatch) and message.deadline != NEVER:
             set_deadline(message.deadline)  # of this task alone
         try:
-            if isinstance(message, m.LoadBatch):
+            if isinstance(message, d.LoadBatch):
                 outcomes = await self._load(message)
-            elif isinstance(message, m.StoreBatch):
+            elif isinstance(message, d.StoreBatch):
                 outcomes = await self._store(message)
-            elif isinstance(message, m.RemoveBatch):
+            elif isinstance(message, d.RemoveBatch):
                 await self._remove(message.keys)
                 outcomes = (Outcome.DONE,) * len(message.keys)
             else:
@@ -197,17 +197,17 @@ class BackendDriver:
             self._log_once(error, type(message).__name__)
             outcomes = (Outcome.FAILED,) * len(message.keys)
         seconds, at = time.perf_counter() - started, time.monotonic()
-        self._report(m.BatchEnded(message.batch, outcomes, seconds, at))
+        self._report(d.BatchEnded(message.batch, outcomes, seconds, at))
 
-    async def _probe(self, message: m.ProbeBatch) -> tuple[Outcome, ...]:
+    async def _probe(self, message: d.ProbeBatch) -> tuple[Outcome, ...]:
         keys = message.keys
         present = tuple(await self.requests.serving(message.request).probe(keys))
         if not self._unannounced.is_over():
             found = self._unannounced.still_there(tuple(compress(keys, present)))
-            self._report(m.ContentsFound(found))
+            self._report(d.ContentsFound(found))
         return tuple(Outcome.DONE if each else Outcome.ABSENT for each in present)
 
-    async def _store(self, message: m.StoreBatch) -> tuple[Outcome, ...]:
+    async def _store(self, message: d.StoreBatch) -> tuple[Outcome, ...]:
         views = self._memory.views(message.slots)
         step_bytes = self._step_bytes
 
@@ -235,7 +235,7 @@ class BackendDriver:
         self._unannounced.removed(keys)
         await self._backend.remove(keys)
 
-    async def _load(self, message: m.LoadBatch) -> tuple[Outcome, ...]:
+    async def _load(self, message: d.LoadBatch) -> tuple[Outcome, ...]:
         views = self._memory.views(message.slots)
         blocks = [LoadBlock(k, v) for k, v in zip(message.keys, views, strict=True)]
         accepts_unchecked = self._backend.traits.accepts_unchecked

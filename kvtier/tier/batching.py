@@ -10,7 +10,7 @@ from collections import deque
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.generations import marked
 from kvtier.plugin_api.backend import Outcome
 
@@ -41,9 +41,9 @@ class TierJob:
         "unended",
     )
 
-    def __init__(self, message: m.LoadJob | m.StoreJob) -> None:
+    def __init__(self, message: wire.LoadJob | wire.StoreJob) -> None:
         self.id = message.job
-        self.is_load = isinstance(message, m.LoadJob)
+        self.is_load = isinstance(message, wire.LoadJob)
         self.mark = message.mark
         self.since = message.since
         self.keys = marked(message.keys, message.mark)  #: the backend's form of them
@@ -69,10 +69,10 @@ class TierJob:
         self.seconds += seconds
         self.ended_at = at
 
-    def ended(self) -> m.JobEnded:
+    def ended(self) -> wire.JobEnded:
         """Return the result, once each block has an outcome."""
         assert not self.unended, "a job is answered before each of its blocks has ended"
-        return m.JobEnded(self.id, tuple(self.outcomes), self.seconds, self.ended_at)
+        return wire.JobEnded(self.id, tuple(self.outcomes), self.seconds, self.ended_at)
 
 
 class JobSlice(NamedTuple):

@@ -26,9 +26,11 @@ from operator import not_
 from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.generations import ORIGINAL, mark_of, marked, unmarked
 from kvtier.plugin_api.backend import Outcome
+from kvtier.tier import driver_messages as d
 from kvtier.tier.audit import TierAudit
 from kvtier.tier.batching import TierJob
 from kvtier.tier.job_runner import JobRunner, end_slices
@@ -62,20 +64,20 @@ class BoundedTier(Actor):
         super().__init__(
             f"tier:{name}",
             {
-                m.GenerationBegan: lambda x: self._enter(x.mark, x.epoch),
-                m.Probe: self._probe,
-                m.LoadJob: self._begin,
-                m.StoreJob: self._begin,
-                m.TouchKeys: self._touch_keys,
-                m.RequestEnded: self._request_ended,
-                m.Tick: self._tick,
-                m.BatchEnded: self._batch_ended,
+                wire.GenerationBegan: lambda x: self._enter(x.mark, x.epoch),
+                wire.Probe: self._probe,
+                wire.LoadJob: self._begin,
+                wire.StoreJob: self._begin,
+                wire.TouchKeys: self._touch_keys,
+                wire.RequestEnded: self._request_ended,
+                wire.Tick: self._tick,
+                d.BatchEnded: self._batch_ended,
                 m.Victims: self._victims,
-                m.PolicyBroke: self._new_policy,
-                m.PolicyReturned: self._new_policy,
-                m.ContentsFound: self._contents_found,
-                m.ContentsAnnounced: self._contents_announced,
-                m.ContentsLost: self._contents_lost,
+                wire.PolicyBroke: self._new_policy,
+                wire.PolicyReturned: self._new_policy,
+                d.ContentsFound: self._contents_found,
+                d.ContentsAnnounced: self._contents_announced,
+                d.ContentsLost: self._contents_lost,
             },
         )
         self.link = link
@@ -142,12 +144,12 @@ class BoundedTier(Actor):
             self.policy.post(m.Cleared())
             known = self._old.of(mark)
             if known:
-                self.driver.post(m.AnnounceContents(known))
+                self.driver.post(d.AnnounceContents(known))
         if is_first:
             # Not earlier: the generation decides which blocks are useful and which are in the way.
-            self.driver.post(m.AnnounceContents(()))
+            self.driver.post(d.AnnounceContents(()))
 
-    def _probe(self, message: m.Probe) -> None:
+    def _probe(self, message: wire.Probe) -> None:
         self._enter(message.mark, message.since)
         keys = marked(message.keys, message.mark)
         known = tuple(key for key in keys if key in self._old)
@@ -160,9 +162,9 @@ class BoundedTier(Actor):
 
     def _answer_probe(self, probe: int, keys: tuple[Key, ...]) -> None:
         present = tuple(key in self._resident for key in keys)
-        self.link.post(m.ProbeAnswer(probe=probe, present=present))
+        self.link.post(wire.ProbeAnswer(probe=probe, present=present))
 
-    def _begin(self, message: m.LoadJob | m.StoreJob) -> None:
+    def _begin(self, message: wire.LoadJob | wire.StoreJob) -> None:
         self._enter(message.mark, message.since)
         job = TierJob(message)
         if not job.keys:
@@ -173,18 +175,18 @@ class BoundedTier(Actor):
         self._jobs.add(job)
         self._start_batches()
 
-    def _touch_keys(self, message: m.TouchKeys) -> None:
+    def _touch_keys(self, message: wire.TouchKeys) -> None:
         keys = marked(message.keys, self._mark)
         self.policy.post(m.Touched(keys=keys, request=message.request))
 
-    def _request_ended(self, message: m.RequestEnded) -> None:
+    def _request_ended(self, message: wire.RequestEnded) -> None:
         self._ended[message.request] = None
         if len(self._ended) > ENDED_REQUESTS_MAX:
             del self._ended[next(iter(self._ended))]
         order = message.order and marked(message.order, self._mark)
-        self.policy.post(m.RequestEnded(message.request, order))
+        self.policy.post(wire.RequestEnded(message.request, order))
 
-    def _tick(self, message: m.Tick) -> None:
+    def _tick(self, message: wire.Tick) -> None:
         self.policy.post(message)
 
     # --- batches ---
@@ -195,7 +197,7 @@ class BoundedTier(Actor):
         while (batch := self._jobs.next_store(avoid=self._removing)) is not None:
             self._make_room(batch)
 
-    def _batch_ended(self, message: m.BatchEnded) -> None:
+    def _batch_ended(self, message: d.BatchEnded) -> None:
         ended = self._jobs.end(message)
         if ended is None:
             return
@@ -237,7 +239,7 @@ class BoundedTier(Actor):
             self._announce(removed=tuple(key for key in done if key not in self._resident))
         if job.request in self._ended:
             # The policy was notified of its end before these blocks, so notify it again.
-            self.policy.post(m.RequestEnded(request=job.request, order=None))
+            self.policy.post(wire.RequestEnded(request=job.request, order=None))
 
     # --- contents ---
 
@@ -288,9 +290,9 @@ class BoundedTier(Actor):
         """Report gained and lost blocks of the engine's generation to the link."""
         if added or removed:
             added, removed = unmarked(added, self._mark), unmarked(removed, self._mark)
-            self.link.post(m.PresenceChanged(added, removed, self._since))
+            self.link.post(wire.PresenceChanged(added, removed, self._since))
 
-    def _new_policy(self, message: m.PolicyBroke | m.PolicyReturned) -> None:
+    def _new_policy(self, message: wire.PolicyBroke | wire.PolicyReturned) -> None:
         self.link.post(message)
         self.policy.post(m.Residents(keys=tuple(self._resident), held=tuple(self._in_use)))
 
@@ -325,7 +327,7 @@ class BoundedTier(Actor):
         # The driver has removed them, but does not report whether that worked.
         self._leave(key for key, end in ends if end is Outcome.DAMAGED)
 
-    def _contents_found(self, message: m.ContentsFound) -> None:
+    def _contents_found(self, message: d.ContentsFound) -> None:
         """Admit blocks from before. Their requests are unknown: each batch counts as a run.
 
         Blocks that no longer fit, since stores continue meanwhile, are removed: else uncounted.
@@ -339,7 +341,7 @@ class BoundedTier(Actor):
         if fresh:
             self._admit_found(tuple(fresh))
 
-    def _contents_announced(self, _message: m.ContentsAnnounced) -> None:
+    def _contents_announced(self, _message: d.ContentsAnnounced) -> None:
         self._knows_all = True
 
     def _found(self, keys: Sequence[Key]) -> list[Key]:
@@ -375,7 +377,7 @@ class BoundedTier(Actor):
         held = tuple(key for key in keys if key in self._in_use)
         if held:
             self.policy.post(m.Held(keys=held))
-        self.policy.post(m.RequestEnded(request=request, order=None))
+        self.policy.post(wire.RequestEnded(request=request, order=None))
         self._announce(added=keys)
 
     def _leave(self, keys: Iterable[Key]) -> None:
@@ -392,7 +394,7 @@ class BoundedTier(Actor):
             self._removing.update(keys)
             self._jobs.remove(keys)
 
-    def _contents_lost(self, message: m.ContentsLost) -> None:
+    def _contents_lost(self, message: d.ContentsLost) -> None:
         self._lose(message.keys)
 
     def _lose(self, keys: tuple[Key, ...]) -> None:

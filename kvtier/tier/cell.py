@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import anyio
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.backend_counts import Counting
 from kvtier.core.policy_actor import PolicyActor
 from kvtier.plugin_api.log import printable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvtier.core.actor import Actor, Mailbox
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
     from kvtier.plugin_api.backend import Backend, Connection
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
     from kvtier.plugin_api.slot_memory import SlotMemory
@@ -153,7 +153,7 @@ class TierCell:
         return self._tier.is_idle()
 
     def _tell_connection(self, state: Connection) -> None:
-        self._link.post(m.ConnectionChanged(state))
+        self._link.post(wire.ConnectionChanged(state))
 
     async def _serve(self, is_over: Callable[[], bool]) -> None:
         """Deliver messages and run batches. Ends with ``_LifeEnds``, or with the error."""

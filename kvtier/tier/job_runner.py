@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtier.core import messages as m
 from kvtier.plugin_api.backend import Outcome
+from kvtier.tier import driver_messages as d
 from kvtier.tier.batching import BatchQueue, BlockBatch
 from kvtier.tier.probes import ProbeQueue, ProbeSlice
 
@@ -73,7 +73,7 @@ class JobRunner:
         while self._loads.next_key is not None:
             batch = self._loads.start_batch()
             number = self._number(batch)
-            load = m.LoadBatch(number, batch.keys, batch.slots, batch.request, batch.deadline)
+            load = d.LoadBatch(number, batch.keys, batch.slots, batch.request, batch.deadline)
             self._driver.post(load)
 
     def next_store(self, avoid: AbstractSet[Key] = frozenset()) -> BlockBatch | None:
@@ -95,7 +95,7 @@ class JobRunner:
     def send_store(self, batch: BlockBatch) -> None:
         """Send the driver a store, with the keys it is to remove first."""
         number = self._number(batch)
-        store = m.StoreBatch(
+        store = d.StoreBatch(
             number, batch.keys, batch.slots, batch.remove, batch.request, batch.deadline
         )
         self._driver.post(store)
@@ -108,15 +108,15 @@ class JobRunner:
     def _start_probes(self) -> None:
         while (batch := self._probes.start_batch()) is not None:
             probe, number = batch.probe, self._number(batch)
-            self._driver.post(m.ProbeBatch(number, batch.keys, probe.request, probe.deadline))
+            self._driver.post(d.ProbeBatch(number, batch.keys, probe.request, probe.deadline))
 
     def remove(self, keys: tuple[Key, ...]) -> None:
         """Have the backend remove these, beside any store."""
         batch = BlockBatch(keys)
-        self._driver.post(m.RemoveBatch(batch=self._number(batch), keys=keys))
+        self._driver.post(d.RemoveBatch(batch=self._number(batch), keys=keys))
 
     def end(
-        self, message: m.BatchEnded
+        self, message: d.BatchEnded
     ) -> tuple[BlockBatch | ProbeSlice, tuple[Outcome, ...]] | None:
         """Return an ended batch, with one outcome per block; None if it had ended before."""
         batch = self._batches.pop(message.batch, None)
@@ -141,7 +141,7 @@ class JobRunner:
 
 
 def end_slices(
-    batch: BlockBatch, outcomes: tuple[Outcome, ...], message: m.BatchEnded
+    batch: BlockBatch, outcomes: tuple[Outcome, ...], message: d.BatchEnded
 ) -> Iterator[tuple[JobSlice, tuple[Outcome, ...]]]:
     """Yield the slices of a batch, each once its job has its outcomes and end time."""
     end = 0

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.plugin_api.backend import Loaded, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
     from kvtier.plugin_api.backend import Backend, LoadBlock, ServedRequest, StoreBlock
     from kvtier.plugin_api.keys import RequestId
 
 
-OF_REQUESTS: Final = (m.RequestOpened, m.RequestClosed, m.PrefixHits, m.BlocksMissing)
+OF_REQUESTS: Final = (wire.RequestOpened, wire.RequestClosed, wire.PrefixHits, wire.BlocksMissing)
 """The messages about requests that go to a backend."""
 
 
@@ -75,26 +75,27 @@ class OpenRequests:
     def want(self, request: RequestId, keys: Sequence[bytes], served: ServedRequest) -> None:
         """Have blocks of the engine's memory sent to ``served``."""
         self._open[request] = served
-        self._report(m.BlocksWanted(request, tuple(keys)))
+        self._report(wire.BlocksWanted(request, tuple(keys)))
 
     def want_no_more(self, request: RequestId) -> None:
         """Discard any blocks that still come for this request, as soon as they come."""
         self._open.pop(request, None)
 
     async def receive(
-        self, message: m.RequestOpened | m.RequestClosed | m.PrefixHits | m.BlocksMissing
+        self,
+        message: wire.RequestOpened | wire.RequestClosed | wire.PrefixHits | wire.BlocksMissing,
     ) -> None:
         """Begin or end a request, or notify it about its blocks."""
         try:
-            if isinstance(message, m.RequestOpened):
+            if isinstance(message, wire.RequestOpened):
                 params = msgspec.msgpack.decode(message.params, type=dict[str, Any])
                 served = self._backend.begin_request(message.request, params)
                 self._open[message.request] = served
-            elif isinstance(message, m.PrefixHits):
+            elif isinstance(message, wire.PrefixHits):
                 storing = self._open.get(message.request)
                 if storing is not None:
                     storing.prefix_hits(message.keys)
-            elif isinstance(message, m.BlocksMissing):
+            elif isinstance(message, wire.BlocksMissing):
                 wanting = self._open.get(message.request)
                 if wanting is not None:
                     wanting.missing(message.keys)

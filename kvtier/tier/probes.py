@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.generations import marked
 from kvtier.plugin_api.backend import Outcome
 
@@ -32,7 +32,7 @@ class RunningProbe:
 
     __slots__ = ("begun", "deadline", "found", "id", "keys", "request", "unended")
 
-    def __init__(self, message: m.Probe) -> None:
+    def __init__(self, message: wire.Probe) -> None:
         self.id = message.probe
         self.keys = marked(message.keys, message.mark)  #: the backend's form of them
         self.request = message.request
@@ -53,11 +53,11 @@ class RunningProbe:
         """Return the keys that it may report present: those looked up in the backend."""
         return self.keys[: self.begun]
 
-    def answer(self, gone: AbstractSet[Key] = frozenset()) -> m.ProbeAnswer:
+    def answer(self, gone: AbstractSet[Key] = frozenset()) -> wire.ProbeAnswer:
         """Return the answer, once each key was looked up; ``gone`` keys count as absent."""
         assert not self.unended, "a probe is answered before each of its keys was looked up"
         both = zip(self.keys, self.found, strict=True)
-        return m.ProbeAnswer(self.id, tuple(found and key not in gone for key, found in both))
+        return wire.ProbeAnswer(self.id, tuple(found and key not in gone for key, found in both))
 
 
 class ProbeSlice(NamedTuple):

@@ -21,10 +21,11 @@ from __future__ import annotations
 from itertools import compress
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.generations import ORIGINAL, mark_of, marked, unmarked
 from kvtier.plugin_api.backend import Outcome
+from kvtier.tier import driver_messages as d
 from kvtier.tier.batching import TierJob
 from kvtier.tier.dead_blocks import DeadBlocks
 from kvtier.tier.job_runner import JobRunner, end_slices
@@ -33,7 +34,7 @@ from kvtier.tier.probes import ProbeSlice, RunningProbe
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
     from kvtier.plugin_api.backend import BackendTraits
     from kvtier.plugin_api.keys import Key
 
@@ -70,22 +71,22 @@ class UnboundedTier(Actor):
     """The tier-cell end of one tier whose backend has no capacity."""
 
     def __init__(self, name: str, traits: BackendTraits, *, link: Mailbox, driver: Mailbox) -> None:
-        others = (m.TouchKeys, m.RequestEnded, m.Tick)
+        others = (wire.TouchKeys, wire.RequestEnded, wire.Tick)
         super().__init__(
             f"tier:{name}",
             {
                 **dict.fromkeys(others, self._pass_over),
-                m.GenerationBegan: lambda x: self._enter(x.mark, x.epoch),
-                m.ContentsLost: lambda x: self._lose(frozenset(x.keys)),
-                m.Probe: self._probe,
-                m.LoadJob: self._begin,
-                m.StoreJob: self._begin,
-                m.BatchEnded: self._batch_ended,
-                m.RequestOpened: self._tell_driver,
-                m.RequestClosed: self._tell_driver,
-                m.PrefixHits: self._prefix_hits,
-                m.BlocksWanted: self._blocks_wanted,
-                m.BlocksMissing: self._blocks_missing,
+                wire.GenerationBegan: lambda x: self._enter(x.mark, x.epoch),
+                d.ContentsLost: lambda x: self._lose(frozenset(x.keys)),
+                wire.Probe: self._probe,
+                wire.LoadJob: self._begin,
+                wire.StoreJob: self._begin,
+                d.BatchEnded: self._batch_ended,
+                wire.RequestOpened: self._tell_driver,
+                wire.RequestClosed: self._tell_driver,
+                wire.PrefixHits: self._prefix_hits,
+                wire.BlocksWanted: self._blocks_wanted,
+                wire.BlocksMissing: self._blocks_missing,
             },
         )
         self.link = link
@@ -121,23 +122,23 @@ class UnboundedTier(Actor):
         """Pass on a message about requests to the backend."""
         self._driver.post(message)
 
-    def _prefix_hits(self, message: m.PrefixHits) -> None:
-        self._driver.post(m.PrefixHits(message.request, marked(message.keys, self._mark)))
+    def _prefix_hits(self, message: wire.PrefixHits) -> None:
+        self._driver.post(wire.PrefixHits(message.request, marked(message.keys, self._mark)))
 
-    def _blocks_wanted(self, message: m.BlocksWanted) -> None:
+    def _blocks_wanted(self, message: wire.BlocksWanted) -> None:
         """Request the blocks of the engine's generation; it has no others."""
         ours = tuple(key for key in message.keys if mark_of(key) == self._mark)
         if ours:
             keys = unmarked(ours, self._mark)
-            self.link.post(m.BlocksWanted(message.request, keys, self._since))
+            self.link.post(wire.BlocksWanted(message.request, keys, self._since))
         others = tuple(key for key in message.keys if mark_of(key) != self._mark)
         if others:
-            self._driver.post(m.BlocksMissing(message.request, others))
+            self._driver.post(wire.BlocksMissing(message.request, others))
 
-    def _blocks_missing(self, message: m.BlocksMissing) -> None:
+    def _blocks_missing(self, message: wire.BlocksMissing) -> None:
         """Pass on the missing blocks. Requests of an older generation give up by themselves."""
         if message.keys:
-            self._driver.post(m.BlocksMissing(message.request, marked(message.keys, self._mark)))
+            self._driver.post(wire.BlocksMissing(message.request, marked(message.keys, self._mark)))
 
     def _enter(self, mark: bytes, since: int) -> None:
         """Note the engine's generation. Each job and probe repeats it."""
@@ -146,7 +147,7 @@ class UnboundedTier(Actor):
         self._mark, self._since = mark, since
         self._remove_dead()
 
-    def _probe(self, message: m.Probe) -> None:
+    def _probe(self, message: wire.Probe) -> None:
         """Have the backend probed. A probe of no block is answered at once."""
         self._enter(message.mark, message.since)
         if message.keys:
@@ -154,9 +155,9 @@ class UnboundedTier(Actor):
             self._claims.begin(probe)
             self._jobs.probe(probe)
         else:
-            self.link.post(m.ProbeAnswer(probe=message.probe, present=()))
+            self.link.post(wire.ProbeAnswer(probe=message.probe, present=()))
 
-    def _begin(self, message: m.LoadJob | m.StoreJob) -> None:
+    def _begin(self, message: wire.LoadJob | wire.StoreJob) -> None:
         self._enter(message.mark, message.since)
         job = TierJob(message)
         if not job.keys:
@@ -172,7 +173,7 @@ class UnboundedTier(Actor):
         while (batch := self._jobs.next_store()) is not None:
             self._jobs.send_store(batch)
 
-    def _batch_ended(self, message: m.BatchEnded) -> None:
+    def _batch_ended(self, message: d.BatchEnded) -> None:
         ended = self._jobs.end(message)
         if ended is None:
             return
@@ -217,7 +218,7 @@ class UnboundedTier(Actor):
         """Report the lost blocks of the engine's generation: the link tracks no other's."""
         ours = tuple(sorted(key for key in gone if mark_of(key) == self._mark))
         if ours:
-            self.link.post(m.PresenceChanged((), unmarked(ours, self._mark), self._since))
+            self.link.post(wire.PresenceChanged((), unmarked(ours, self._mark), self._since))
 
 
 def _gone(keys: tuple[Key, ...], outcomes: tuple[Outcome, ...]) -> frozenset[Key]:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Final
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvtier.core.block_state import BlockState
-from kvtier.core.group_messages import GroupKeys
-from kvtier.core.messages import RequestOrder
+from kvtier.core.messages import GroupKeys, RequestOrder
 from kvtier.plugin_api.keys import GROUP_BYTES
 from kvtier.plugin_api.log import log
 from kvtier.vllm.group_kinds import group_kinds

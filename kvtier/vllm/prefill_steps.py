@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvtier.core.load_messages import TokenPlace
+from kvtier.core.messages import TokenPlace
 from kvtier.engine.decide.prefill_speed import LAG_MAX
 
 if TYPE_CHECKING:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kvtier.core import messages as m
+    from kvtier.core import wire
     from kvtier.core.statistics import PrimaryCounts
     from kvtier.engine.primary.tier_directory import Search
     from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome
@@ -78,7 +79,7 @@ def _take_any_promotion(self: LoadCompletions, message: m.PromotionEnded) -> Non
     _promotion_ended(self, structs.replace(message, epoch=self._epoch))
 
 
-def _forget_cascades(self: TierLink, message: m.TierFenced) -> None:
+def _forget_cascades(self: TierLink, message: wire.TierFenced) -> None:
     for job in self._stores.fence():
         self.write_backlog.slots -= len(job.slots)
     _tier_fenced(self, message)

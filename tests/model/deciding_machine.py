@@ -11,8 +11,8 @@ from machine import SHAPES, KVTierSpec
 from rules import PICKS, SCHEDULES
 from world import PATHS
 
-from kvtier.core import messages as m
-from kvtier.core.load_messages import TokenPlace
+from kvtier.core.messages import TokenPlace
+from kvtier.tier import driver_messages as d
 
 if TYPE_CHECKING:
     from world import Request, Shape
@@ -66,7 +66,7 @@ class KVTierDecidingSpec(KVTierSpec):
             self.a_request_decides_what_it_loads(len(world.requests) - 1, len(path), place, b"")
             self.a_step_ends(0.01, b"")
             for number in range(len(world.devices)):
-                self._serve(number, only=m.ProbeBatch)
+                self._serve(number, only=d.ProbeBatch)
         self.a_step_ends(seconds, b"")
 
     @rule(seconds=st.sampled_from([0.01, 0.4, 1.1]))

@@ -11,7 +11,7 @@ from rules import PICKS, is_due, pick
 from stepped_device import WRITES
 from world import PATHS
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.block_state import BlockState
 from kvtier.core.generations import mark_of, unmarked
 from kvtier.engine.link.circuit_breaker import BreakerState
@@ -103,8 +103,8 @@ class DiskRules(GpuRules):
             world.at_tier[number].clear()
             held = world.runtime.tiers[number]
             held.end()
-            held.inbox.post(m.TierBroke(reason="killed"))
-            held.inbox.post(m.TierFenced())
+            held.inbox.post(wire.TierBroke(reason="killed"))
+            held.inbox.post(wire.TierFenced())
         if comes_back:
             self.a_disk_is_opened_again(0, True)
 

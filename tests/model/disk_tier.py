@@ -17,8 +17,8 @@ from disk_copies import Copies
 from stepped_device import SteppedDevice
 from stepped_loop import SteppedLoop
 
-from kvtier.core import messages as m
 from kvtier.plugin_api.backend import BackendContext, Loaded, Namespace, Outcome, block_digest
+from kvtier.tier import driver_messages as d
 from kvtier.tier.backend_driver import BackendDriver
 from kvtier_backends.disk import backend as real
 from kvtier_backends.disk.disk_options import DiskOptions
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from world import DiskShape, World
 
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
     from kvtier.plugin_api.backend import LoadBlock, StoreBlock
     from kvtier.plugin_api.keys import Key
     from kvtier_backends.disk.log.block_log import BlockLog
@@ -236,7 +236,7 @@ class Life:
         if self.is_ending or self._tier.life is not self:
             return
         held = self._tier.tier
-        if isinstance(message, m.BatchEnded):
+        if isinstance(message, d.BatchEnded):
             self._tier.parts_ended += 1
             batch = next(each for each in held.batches if each.batch == message.batch)
             held.answer(batch, message.outcomes)
@@ -369,7 +369,7 @@ class DiskTier:
         if self.lives > 1:
             self.world.serve_anew(self.world.devices.index(self))
 
-    def take(self, message: Batch | m.AnnounceContents) -> None:
+    def take(self, message: Batch | d.AnnounceContents) -> None:
         """Hand a message to the driver, as the tier's mailbox does."""
         self._life.driver.receive(message)
         self._life.run()

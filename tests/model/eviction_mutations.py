@@ -12,6 +12,7 @@ from mutations import MUTATIONS as MUTATIONS
 from mutations import in_place_of, mutation
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.engine.primary.eviction import Eviction, StoreAfterEviction
 from kvtier.engine.primary.primary_tier import PrimaryTier
 from kvtier.engine.primary.promotions import Promotions
@@ -49,7 +50,7 @@ class _WithoutHeld:
     def __init__(self, policy: Any) -> None:
         self._policy = policy
 
-    def post(self, message: m.Message) -> bool:
+    def post(self, message: wire.Message) -> bool:
         if isinstance(message, m.Touched):
             message = m.Touched(message.keys, message.request)
         return self._policy.post(message)
@@ -130,5 +131,5 @@ def forget_to_tell_the_policy_what_went_instead(real: Any, self: Eviction, victi
 class _Deaf:
     """A mailbox of nobody."""
 
-    def post(self, _message: m.Message) -> bool:
+    def post(self, _message: wire.Message) -> bool:
         return True

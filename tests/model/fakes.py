@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvtier.core import messages as m
 from kvtier.plugin_api.backend import Outcome, block_digest
+from kvtier.tier import driver_messages as d
 from kvtier.tier.bounded_tier import BoundedTier
 from kvtier.tier.leftovers import Unannounced
 
@@ -132,10 +132,10 @@ class FakeDevice:
         self._at_start = list(self.blocks) if self.tier.policy is not None else []
         self.untold = []
 
-    def announce_contents(self, message: m.AnnounceContents) -> None:
+    def announce_contents(self, message: d.AnnounceContents) -> None:
         """Tell the tier of what there was at the start, or of what it has asked for."""
         if message.keys:
-            self.tier.mailbox.post(m.ContentsFound(message.keys, again=True))
+            self.tier.mailbox.post(d.ContentsFound(message.keys, again=True))
         else:
             self.untold = self._at_start
             self._tell_end()
@@ -145,12 +145,12 @@ class FakeDevice:
         if self.untold:
             found = self._gone.still_there(self.untold[:count] + self.untold[:1])
             del self.untold[:count]
-            self.tier.mailbox.post(m.ContentsFound(keys=found))
+            self.tier.mailbox.post(d.ContentsFound(keys=found))
             self._tell_end()
 
     def _tell_end(self) -> None:
         if not self.untold:
-            self.tier.mailbox.post(m.ContentsAnnounced())
+            self.tier.mailbox.post(d.ContentsAnnounced())
 
     def lose(self, key: Key) -> None:
         """Lose a block, and say so."""
@@ -185,7 +185,7 @@ class FakeDevice:
         work = self._works.get(batch.batch)
         if work is None:
             work = self._works[batch.batch] = Work(batch, [], [])
-            if isinstance(batch, m.StoreBatch):
+            if isinstance(batch, d.StoreBatch):
                 for key in batch.remove:
                     self.lose(key)
                 views = self.world.memory.views(batch.slots)
@@ -198,11 +198,11 @@ class FakeDevice:
     def copy(self, batch: Batch) -> None:
         """Move the next third of each block of a batch."""
         work = self.work_of(batch)
-        if isinstance(batch, m.ProbeBatch | m.RemoveBatch) or work.pieces >= PIECES:
+        if isinstance(batch, d.ProbeBatch | d.RemoveBatch) or work.pieces >= PIECES:
             return
         for number, (key, slot) in enumerate(zip(batch.keys, batch.slots, strict=True)):
             view = self.world.memory.view(slot)
-            if isinstance(batch, m.StoreBatch):
+            if isinstance(batch, d.StoreBatch):
                 copy_piece(work.buffers[number], view, work.pieces)
             elif key in self.blocks:
                 copy_piece(view, self.blocks[key][0], work.pieces)
@@ -210,13 +210,13 @@ class FakeDevice:
 
     def copy_rest(self, batch: Batch) -> None:
         """Move what is missing."""
-        if not isinstance(batch, m.ProbeBatch | m.RemoveBatch):
+        if not isinstance(batch, d.ProbeBatch | d.RemoveBatch):
             while self.work_of(batch).pieces < PIECES:
                 self.copy(batch)
 
     def end(self, batch: Batch, failing: int) -> tuple[Outcome, ...]:
         """Return the outcomes; bit i of ``failing``: block i fails in the middle of the copy."""
-        if not failing or isinstance(batch, m.ProbeBatch):
+        if not failing or isinstance(batch, d.ProbeBatch):
             self.copy_rest(batch)
         else:
             self.work_of(batch)
@@ -229,9 +229,9 @@ class FakeDevice:
             for number, key in enumerate(batch.keys)
         )
         self._works.pop(batch.batch, None)
-        if isinstance(batch, m.ProbeBatch) and self.untold:
+        if isinstance(batch, d.ProbeBatch) and self.untold:
             present = [key for key in batch.keys if key in self.blocks]
-            self.tier.mailbox.post(m.ContentsFound(self._gone.still_there(present)))
+            self.tier.mailbox.post(d.ContentsFound(self._gone.still_there(present)))
         return outcomes
 
     def _fail_one(self, batch: Batch, number: int, key: Key) -> Outcome:
@@ -239,20 +239,20 @@ class FakeDevice:
 
         Or there was no room for it, and what was there before stays.
         """
-        if isinstance(batch, m.StoreBatch) and number % 2:
+        if isinstance(batch, d.StoreBatch) and number % 2:
             return Outcome.FULL
-        if isinstance(batch, m.StoreBatch) and self._has_room_for(key):
+        if isinstance(batch, d.StoreBatch) and self._has_room_for(key):
             work = self.work_of(batch)
             self.blocks.setdefault(key, (bytes(work.buffers[number]), work.digests[number]))
         return Outcome.FAILED
 
     def _end_one(self, batch: Batch, number: int, key: Key) -> Outcome:
-        if isinstance(batch, m.RemoveBatch):
+        if isinstance(batch, d.RemoveBatch):
             self.lose(key)
             return Outcome.DONE
-        if isinstance(batch, m.ProbeBatch):
+        if isinstance(batch, d.ProbeBatch):
             return Outcome.DONE if key in self.blocks else Outcome.ABSENT
-        if isinstance(batch, m.StoreBatch):
+        if isinstance(batch, d.StoreBatch):
             return self._stored(batch, number, key)
         self.taken.discard(key)  # now the tier knows
         held = self.blocks.get(key)
@@ -271,7 +271,7 @@ class FakeDevice:
         is_bounded = isinstance(actor, BoundedTier)
         return not is_bounded or key in self.blocks or len(self.blocks) < actor.audit().capacity
 
-    def _stored(self, batch: m.StoreBatch, number: int, key: Key) -> Outcome:
+    def _stored(self, batch: d.StoreBatch, number: int, key: Key) -> Outcome:
         work = self.work_of(batch)
         data = bytes(work.buffers[number])
         assert data in self.world.committed[key], f"a tier was given {data!r} for {key!r}"

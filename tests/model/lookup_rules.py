@@ -10,15 +10,15 @@ from rules import PICKS, SCHEDULES, is_due, pick
 from tier_rules import TierRules
 from world import KEYS, PATHS, Request
 
-from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
-from kvtier.core.group_messages import GroupKeys
+from kvtier.core.messages import GroupKeys
 from kvtier.engine.primary.slot_table import GPU
+from kvtier.tier import driver_messages as d
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier.core.load_messages import TokenPlace
+    from kvtier.core.messages import TokenPlace
     from kvtier.plugin_api.keys import Key
 
 
@@ -137,7 +137,7 @@ class LookupRules(TierRules):
             self.a_request_looks_up_its_prefix(len(world.requests) - 1, count, schedule)
             self.a_step_ends(0.01, schedule)
             for number in range(len(world.devices)):
-                self._serve(number, only=m.ProbeBatch)
+                self._serve(number, only=d.ProbeBatch)
 
     @is_due("unknown", 10)
     @rule(key=st.sampled_from(KEYS), schedule=SCHEDULES)

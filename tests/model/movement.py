@@ -10,6 +10,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.engine.link.circuit_breaker import Work
 from kvtier.plugin_api.backend import Outcome
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from world import World
 
     from kvtier.core.actor import Actor
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
     from kvtier.engine.link.audit import LinkAudit
     from kvtier.engine.primary.cascades import DeferredBlock
     from kvtier.plugin_api.keys import Key, RequestId
@@ -76,11 +77,11 @@ class Movements:
 
     def _assert_somebody_waits(self, message: Message) -> None:
         world = self._world
-        if isinstance(message, m.LoadJob):
+        if isinstance(message, wire.LoadJob):
             name = message.request
             is_over = name not in world.requests or name in world.decided
             assert not is_over, f"{message} is sent, and nobody waits for it"
-        if isinstance(message, m.Probe):
+        if isinstance(message, wire.Probe):
             seen = world.primary.audit()
             # What is being filled by now was to be asked for a request that still waits, for that.
             asked = [key for key in message.keys if key not in seen.slots.slot_of]
@@ -115,9 +116,9 @@ class Movements:
         for tier, link in enumerate(self._world.links):
             if actor is not link:
                 continue
-            if isinstance(message, m.TierFenced):
+            if isinstance(message, wire.TierFenced):
                 self._of[tier].fenced()
-            if isinstance(message, m.Tick):
+            if isinstance(message, wire.Tick):
                 seen = link.audit()
                 self._of[tier].assert_late(self._watched - _all_watched(seen), seen)
                 self._of[tier].assert_what_hangs_is_noticed(seen)
@@ -167,14 +168,14 @@ class Movement:
 
     def sent(self, message: Message, seen: LinkAudit) -> None:
         """Note that a job or a probe was sent."""
-        if isinstance(message, m.LoadJob | m.StoreJob):
-            work = Work.LOAD if isinstance(message, m.LoadJob) else Work.STORE
+        if isinstance(message, wire.LoadJob | wire.StoreJob):
+            work = Work.LOAD if isinstance(message, wire.LoadJob) else Work.STORE
             number = message.job
-        elif isinstance(message, m.Probe):
+        elif isinstance(message, wire.Probe):
             work, number = Work.PROBE, message.probe
         else:
             return
-        if isinstance(message, m.LoadJob):
+        if isinstance(message, wire.LoadJob):
             waiting = self._unsent[message.request]
             first = waiting[: len(message.slots)]
             assert tuple(first) == message.slots, f"{message} overtakes {waiting}"
@@ -185,15 +186,15 @@ class Movement:
 
     def ended(self, message: Message, seen: LinkAudit) -> None:
         """Note what arrives at the link, which has not taken it in yet."""
-        if isinstance(message, m.JobEnded):
+        if isinstance(message, wire.JobEnded):
             number = message.job
-        elif isinstance(message, m.ProbeAnswer):
+        elif isinstance(message, wire.ProbeAnswer):
             number = message.probe
         else:
-            self._not_run_s += message.seconds if isinstance(message, m.TierNotRun) else 0.0
+            self._not_run_s += message.seconds if isinstance(message, wire.TierNotRun) else 0.0
             return
         for work, sent in self._sent.items():
-            if number not in sent or (work is Work.PROBE) is isinstance(message, m.JobEnded):
+            if number not in sent or (work is Work.PROBE) is isinstance(message, wire.JobEnded):
                 continue
             del sent[number]
             was_overtaken = self._overtaken.pop(number, None) is not None

@@ -13,6 +13,7 @@ from msgspec import structs
 from mutating import Mutations
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.events import EventKind, EventLog
 from kvtier.engine.link import jobs
 from kvtier.engine.link.circuit_breaker import Breaker
@@ -181,7 +182,7 @@ def put_tails_before_heads(
 
 
 @in_place_of(TierLink, "_job_ended")
-def accept_a_late_completion(real: Any, self: TierLink, message: m.JobEnded) -> None:
+def accept_a_late_completion(real: Any, self: TierLink, message: wire.JobEnded) -> None:
     """A load that ends after its deadline is reported as if in time."""
     job = self._loads.jobs.get(message.job)
     if job is not None and job.is_load and job.abandoned:
@@ -218,7 +219,9 @@ def ignore_the_epoch_of_a_gpu_load(real: Any, self: PrimaryTier, message: m.Comp
 
 
 @in_place_of(TierLink, "_job_ended")
-def take_a_doubled_completion_for_another(real: Any, self: TierLink, message: m.JobEnded) -> None:
+def take_a_doubled_completion_for_another(
+    real: Any, self: TierLink, message: wire.JobEnded
+) -> None:
     """A job that ended is still waited for, so that its second end counts too."""
     transfers = self._loads if message.job in self._loads.jobs else self._stores
     job = transfers.jobs.get(message.job)
@@ -365,7 +368,7 @@ def let_a_stray_answer_pass_uncounted(*_: object, **__: object) -> None:
 
 
 @in_place_of(TierLink, "_tier_fenced")
-def let_a_cut_off_tier_keep_its_slots(real: Any, self: TierLink, message: m.TierFenced) -> None:
+def let_a_cut_off_tier_keep_its_slots(real: Any, self: TierLink, message: wire.TierFenced) -> None:
     """A fenced tier's cascades are forgotten with their pins."""
     for job in self._stores.fence():
         self.write_backlog.slots -= len(job.slots)

@@ -8,7 +8,7 @@ from machine import KVTierSpec
 from promises import is_running
 from rules import PICKS, is_due
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.plugin_api.backend import Connection
 
 STATES = st.sampled_from([Connection.GONE, Connection.UP, Connection.CONNECTING])
@@ -30,7 +30,7 @@ class KVTierOnServersSpec(KVTierSpec):
             world.devices[number].taken.update(world.devices[number].blocks)
             world.devices[number].blocks.clear()
         self._reported[number] = state
-        world.runtime.tiers[number].inbox.post(m.ConnectionChanged(state))
+        world.runtime.tiers[number].inbox.post(wire.ConnectionChanged(state))
 
     def _fence(self, number: int) -> None:
         """A cell that follows says by itself what it has no server for."""
@@ -74,6 +74,6 @@ class KVTierOnServersSpec(KVTierSpec):
         """Come to rest with all servers reached."""
         for number, state in self._reported.items():
             if state is not Connection.UP and not self.world.dead[number]:
-                self.world.runtime.tiers[number].inbox.post(m.ConnectionChanged(Connection.UP))
+                self.world.runtime.tiers[number].inbox.post(wire.ConnectionChanged(Connection.UP))
         self._reported.clear()
         super()._rest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.generations import mark_of, unmarked
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def knows_contents(world: World, number: int) -> bool:
         and _has_said_all(world, number)
         and tier.bounded.audit().knows_generation
         and tier.bounded.audit().since == world.links[number].audit().since
-        and not any(isinstance(job, m.StoreJob) for job in world.at_tier[number].values())
+        and not any(isinstance(job, wire.StoreJob) for job in world.at_tier[number].values())
     )
 
 

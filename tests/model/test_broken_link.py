@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from world import PATHS, Shape, TierShape, World
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.block_state import BlockState
 from kvtier.policies.eviction.lru import LRUPolicy
 
@@ -44,7 +44,7 @@ def test_a_promotion_not_yet_sent_to_a_broken_link_is_called_off(
     world: World, ends_by_reset: bool
 ) -> None:
     """Its slot is free again, and the end of its request does not look for it."""
-    world.runtime.tiers[0].inbox.post(m.PresenceChanged(added=(KEY,), removed=()))
+    world.runtime.tiers[0].inbox.post(wire.PresenceChanged(added=(KEY,), removed=()))
     world.cell.settle()
     assert world.facade.lookup_state(KEY, "r") is BlockState.FILLING
     world.cell.break_down(world.links[0])

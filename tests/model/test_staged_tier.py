@@ -16,6 +16,7 @@ from test_model import PROFILE, check, check_fresh_seeds
 
 from kvtier.core import messages as m
 from kvtier.core import staging_messages as s
+from kvtier.core import wire
 from kvtier.core.actor import Actor
 from kvtier.engine.cell import EngineCell
 from kvtier.engine.staged.staged_tier import StagedTier
@@ -25,7 +26,7 @@ from kvtier.settings.secondary_tier import read_secondary_tier
 if TYPE_CHECKING:
     import pytest
 
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
 
 EXAMPLES_CI = 100
 SLOTS = 12  #: of the program
@@ -63,7 +64,13 @@ class StagedTierSpec(RuleBasedStateMachine):
         self.replies: list[Any] = []
         boxes = [self.cell.mailbox() for _ in range(3)]
         self.link = Played("link", [m.Promote, m.Cascade])
-        for other in (m.Tick, m.ProbeKeys, m.RequestEnded, m.TouchKeys, m.GenerationBegan):
+        for other in (
+            wire.Tick,
+            m.ProbeKeys,
+            wire.RequestEnded,
+            wire.TouchKeys,
+            wire.GenerationBegan,
+        ):
             self.link.handlers[other] = lambda _: None
         self.copier = Played("copier", [s.CopyBlocks])
         self.staged = StagedTier(
@@ -104,7 +111,7 @@ class StagedTierSpec(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 1.0, TIMEOUT_S]))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self.tell(m.Tick(self.now))
+        self.tell(wire.Tick(self.now))
         for job in self.running:
             if self.now >= self.submitted[job] + TIMEOUT_S:
                 self.what_is_late_has_finished_but_for_its_copies(job)

@@ -12,10 +12,11 @@ from rules import PICKS, is_due, pick
 from time_rules import TimeRules
 from world import KEYS
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.generations import ORIGINAL, mark_of, mark_of_name, marked, unmarked
 from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.backend import block_digest
+from kvtier.tier import driver_messages as d
 
 if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
@@ -120,7 +121,7 @@ class TierRules(TimeRules):
         if not twice:
             # A store may have kept its blocks, which count as failed: they are removed again.
             # What a load found damaged is gone, and the tier can't know.
-            self.world.exact[number] &= not isinstance(chosen, m.LoadBatch)
+            self.world.exact[number] &= not isinstance(chosen, d.LoadBatch)
             outcomes = (outcomes * 3)[:count]
         held.answer(chosen, outcomes)
         if twice:
@@ -142,18 +143,18 @@ class TierRules(TimeRules):
         waiting = tiers[number].inbox.waiting
         index = message % len(waiting)
         chosen = waiting[index]
-        if isinstance(chosen, m.TierRestarted | m.TierFenced):
+        if isinstance(chosen, wire.TierRestarted | wire.TierFenced):
             return
         world.honest[number] = False
         if doubles:
             tiers[number].inbox.post(chosen)
-        elif isinstance(chosen, m.JobEnded):
+        elif isinstance(chosen, wire.JobEnded):
             outcomes = (chosen.outcomes * 3)[:count]
             if len(outcomes) != len(chosen.outcomes):
-                waiting[index] = m.JobEnded(job=chosen.job, outcomes=outcomes, seconds=0.0)
-        elif isinstance(chosen, m.ProbeAnswer):
+                waiting[index] = wire.JobEnded(job=chosen.job, outcomes=outcomes, seconds=0.0)
+        elif isinstance(chosen, wire.ProbeAnswer):
             present = (chosen.present * 3)[:count]
-            waiting[index] = m.ProbeAnswer(probe=chosen.probe, present=present)
+            waiting[index] = wire.ProbeAnswer(probe=chosen.probe, present=present)
 
     @is_due("stray", 12)
     @rule(
@@ -165,9 +166,9 @@ class TierRules(TimeRules):
         """It is counted and ignored."""
         inbox = pick(self.world.runtime.tiers, tier).inbox
         if is_probe:
-            inbox.post(m.ProbeAnswer(probe=number, present=(True,)))
+            inbox.post(wire.ProbeAnswer(probe=number, present=(True,)))
         else:
-            inbox.post(m.JobEnded(job=number, outcomes=(), seconds=1.0))
+            inbox.post(wire.JobEnded(job=number, outcomes=(), seconds=1.0))
 
     @is_due("full", 10)
     @rule(tier=PICKS)
@@ -222,7 +223,7 @@ class TierRules(TimeRules):
         world.dead[number] = True
         world.devices[number].break_down()
         held.end()
-        held.inbox.post(m.TierBroke(reason="the model wants it"))
+        held.inbox.post(wire.TierBroke(reason="the model wants it"))
 
     @precondition(lambda self: any(self.world.dead))
     @rule(tier=PICKS)
@@ -238,7 +239,7 @@ class TierRules(TimeRules):
         world.fenced[number] = True
         world.devices[number].fence()
         world.at_tier[number].clear()
-        world.runtime.tiers[number].inbox.post(m.TierFenced())
+        world.runtime.tiers[number].inbox.post(wire.TierFenced())
 
     @precondition(lambda self: any(self.world.fenced))
     @rule(tier=PICKS, keeps=st.booleans(), more=st.integers(0, 2))
@@ -319,7 +320,7 @@ class TierRules(TimeRules):
         world = self.world
         world.devices[number].lose(name)
         if not (world.dead[number] or world.fenced[number]):
-            world.runtime.tiers[number].mailbox.post(m.ContentsLost(keys=(name,)))
+            world.runtime.tiers[number].mailbox.post(d.ContentsLost(keys=(name,)))
 
     def _with_untold(self) -> list[int]:
         return [each for each in self._own_fakes() if self.world.devices[each].untold]

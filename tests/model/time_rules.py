@@ -8,7 +8,7 @@ from hypothesis.stateful import precondition, rule
 from rules import PICKS, SCHEDULES, Rules, is_due, pick
 from world import KEYS
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.block_state import BlockState
 
 BUSY_S = 2.5
@@ -24,7 +24,7 @@ class TimeRules(Rules):
         if seconds == BUSY_S:
             for tier, held in enumerate(self.world.runtime.tiers):
                 if not (self.world.dead[tier] or held.inbox.waiting):
-                    held.inbox.post(m.TierNotRun(seconds))
+                    held.inbox.post(wire.TierNotRun(seconds))
                     self.world.cell.deliver(held.inbox)
         self.a_step_ends(seconds, schedule)
 

@@ -20,6 +20,7 @@ from movement import Movements
 from moves import KEY_MOVES, CheckedStates, state_in
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import PRIMARY, EventKind
 from kvtier.core.generations import mark_of_name, marked
@@ -27,6 +28,7 @@ from kvtier.engine.primary.slot_table import GPU
 from kvtier.plugin_api.backend import BackendTraits
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
+from kvtier.tier import driver_messages as d
 from tests.support import handled_once
 from tests.support.cell import TestMailbox, TestTier, open_test_runtime
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvtier.core.actor import Actor
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
     from kvtier.engine.link.tier_link import TierLink
     from kvtier.engine.primary.lookups import LookedUp
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
@@ -211,7 +213,7 @@ class World:
         self.bytes_of: dict[Key, bytes] = {}  # READY keys
 
         # Jobs, as slots: what tiers are at liberty to do with which slot.
-        self.at_tier: list[dict[int, m.LoadJob | m.StoreJob]] = [{} for _ in shape.tiers]
+        self.at_tier: list[dict[int, wire.LoadJob | wire.StoreJob]] = [{} for _ in shape.tiers]
         self.promoting: Counter[tuple[int, int, int]] = Counter()  # tier, epoch, slot
         self.abandoned: Counter[int] = Counter()  # slot
         self.cascading: Counter[tuple[int, int, int]] = Counter()  # tier, epoch, slot
@@ -284,7 +286,7 @@ class World:
         self.fenced[number] = False
         self.honest[number] = True
         self.exact[number] = True
-        held.inbox.post(m.TierRestarted())
+        held.inbox.post(wire.TierRestarted())
         return held
 
     # --- calling the facade ---
@@ -306,11 +308,11 @@ class World:
             waiters = self.primary.audit().directory.waiters
             idle = [key for key in message.keys if not waiters.get(key)]
             assert not idle, f"{idle} are asked for, and nobody waits for the answer"
-        if isinstance(message, m.LoadJob | m.StoreJob):
+        if isinstance(message, wire.LoadJob | wire.StoreJob):
             for tier, held in enumerate(self.runtime.tiers):
                 if held.mailbox is mailbox:
                     self.at_tier[tier][message.job] = message
-        elif isinstance(message, m.JobEnded):
+        elif isinstance(message, wire.JobEnded):
             for tier, held in enumerate(self.runtime.tiers):
                 if held.inbox is mailbox:
                     self.at_tier[tier].pop(message.job, None)
@@ -319,7 +321,7 @@ class World:
     def foresee(self, actor: Actor, message: Message) -> None:
         """Note what is about to be delivered, where what was before matters."""
         self.movements.foresee(actor, message)
-        if isinstance(message, m.StepEnd | m.Tick) and actor is self.primary:
+        if isinstance(message, m.StepEnd | wire.Tick) and actor is self.primary:
             self._expire_leases(message.now)
         for tier, link in enumerate(self.links):
             if actor is link:
@@ -331,10 +333,10 @@ class World:
     def _count_strays(self, tier: int, message: Message) -> None:
         """Count what the link must count: ends of jobs and probes that it doesn't wait for."""
         link = self.links[tier]
-        if isinstance(message, m.JobEnded):
+        if isinstance(message, wire.JobEnded):
             job = link.audit().jobs.get(message.job)
             self.strays[tier] += job is None or job.abandoned
-        elif isinstance(message, m.ProbeAnswer):
+        elif isinstance(message, wire.ProbeAnswer):
             self.strays[tier] += message.probe not in link.audit().probes
 
     def _take_promotion(self, tier: int, message: Message) -> None:
@@ -360,7 +362,7 @@ class World:
                 self.lease_until.clear()
             self._see_moves(message)
         self.movements.observe(actor, message)
-        if not isinstance(message, m.AnnounceContents):
+        if not isinstance(message, d.AnnounceContents):
             for disk in self.disks:
                 if actor is disk.tier.driver.actor:
                     disk.take(message)
@@ -462,7 +464,7 @@ class World:
         found = Counter((store.slot, GPU) for store in self.gpu.stores)
         for tier, jobs in enumerate(self.at_tier):
             for job in jobs.values():
-                if isinstance(job, m.LoadJob):
+                if isinstance(job, wire.LoadJob):
                     found.update((slot, tier) for slot in job.slots)
         return found
 
@@ -471,7 +473,7 @@ class World:
         found = Counter(slot for load in self.gpu.loads for slot in load.slots)
         for jobs in self.at_tier:
             for job in jobs.values():
-                if isinstance(job, m.StoreJob):
+                if isinstance(job, wire.StoreJob):
                     found.update(job.slots)
         return found
 

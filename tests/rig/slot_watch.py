@@ -22,8 +22,8 @@ from kvtier.tier.backend_driver import BackendDriver
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kvtier.core import messages as m
     from kvtier.engine.primary.slot_table import SlotTable
+    from kvtier.tier import driver_messages as d
 
 
 class SlotMisused(AssertionError):
@@ -92,11 +92,11 @@ def watched_driver(watch: SlotWatch) -> type[BackendDriver]:
     """Return a tier's driver that tells the watch what its backend is at."""
 
     class Driver(BackendDriver):
-        async def _load(self, message: m.LoadBatch) -> Any:
+        async def _load(self, message: d.LoadBatch) -> Any:
             with watch.tier_works(f"a load of {self._name}", message.slots):
                 return await super()._load(message)
 
-        async def _store(self, message: m.StoreBatch) -> Any:
+        async def _store(self, message: d.StoreBatch) -> Any:
             with watch.tier_works(f"a store of {self._name}", message.slots):
                 stored = await super()._store(message)
                 for key, slot in zip(message.keys, message.slots, strict=True):

@@ -29,6 +29,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, cast
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.actor import Actor
 from kvtier.core.generations import Generations
 from kvtier.core.policy_actor import PolicyActor
@@ -37,21 +38,22 @@ from kvtier.engine.facade import SchedulerFacade
 from kvtier.errors import InternalError
 from kvtier.runtime import Engine, build_engine, make_admissions
 from kvtier.settings.plugins import fallback_policy
+from kvtier.tier import driver_messages as d
 from kvtier.tier.bounded_tier import BoundedTier
 from kvtier.tier.unbounded_tier import UnboundedTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtier.core.messages import Message
     from kvtier.core.tier_host import TierHost
+    from kvtier.core.wire import Message
     from kvtier.engine.link.tier_link import TierLink
     from kvtier.engine.primary.primary_tier import PrimaryTier
     from kvtier.plugin_api.backend import BackendTraits, Outcome
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
     from kvtier.settings.runtime_config import RuntimeConfig
 
-Batch: TypeAlias = m.ProbeBatch | m.LoadBatch | m.StoreBatch | m.RemoveBatch
+Batch: TypeAlias = d.ProbeBatch | d.LoadBatch | d.StoreBatch | d.RemoveBatch
 """What a tier asks of its backend in one call."""
 
 DELIVERIES_MAX: Final = 100_000
@@ -281,14 +283,14 @@ class TestTier:
         """End a batch, with one outcome a block; or with any others, to see what happens."""
         if batch in self.batches:
             self.batches.remove(batch)
-        ended = m.BatchEnded(batch=batch.batch, outcomes=tuple(outcomes), seconds=seconds, at=at)
+        ended = d.BatchEnded(batch=batch.batch, outcomes=tuple(outcomes), seconds=seconds, at=at)
         self.mailbox.post(ended)
 
-    def _announce_contents(self, message: m.AnnounceContents) -> None:
+    def _announce_contents(self, message: d.AnnounceContents) -> None:
         self.on_announce_contents(message)
 
-    def _nothing_to_announce(self, _message: m.AnnounceContents) -> None:
-        self.mailbox.post(m.ContentsAnnounced())
+    def _nothing_to_announce(self, _message: d.AnnounceContents) -> None:
+        self.mailbox.post(d.ContentsAnnounced())
 
     def end(self) -> None:
         """Lose the cell: nothing that waits in it is delivered any more."""
@@ -410,12 +412,12 @@ class _Driver(Actor):
         super().__init__(
             f"driver of {name}",
             {
-                m.ProbeBatch: take,
-                m.LoadBatch: take,
-                m.StoreBatch: take,
-                m.RemoveBatch: take,
-                m.AnnounceContents: announce,
-                **dict.fromkeys((m.RequestOpened, m.RequestClosed, m.PrefixHits), ignore),
+                d.ProbeBatch: take,
+                d.LoadBatch: take,
+                d.StoreBatch: take,
+                d.RemoveBatch: take,
+                d.AnnounceContents: announce,
+                **dict.fromkeys((wire.RequestOpened, wire.RequestClosed, wire.PrefixHits), ignore),
             },
         )
 

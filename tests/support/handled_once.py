@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvtier.core.actor import Actor
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
 
 HANDLED_MAX = 1000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
 
 
 class KeptMessages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.core.load_messages import TokenPlace
+from kvtier.core.messages import TokenPlace
 from kvtier.vllm.prefill_steps import PrefillSteps
 
 pytestmark = pytest.mark.one_release

@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from kvtier.core.group_messages import GroupKeys
-    from kvtier.core.load_messages import LoadCost, TokenPlace
+    from kvtier.core.messages import GroupKeys, LoadCost, TokenPlace
     from kvtier.plugin_api.keys import Key
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvtier.core.load_messages import LoadCost
+from kvtier.core.messages import LoadCost
 from kvtier.engine.decide.changes import ChangeDetector, bounded
 
 FORGETTING: Final = 0.8

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.policy_actor import POLICY_TIME_S
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ class AccessRelay:
 
     def __init__(self, tier: Mailbox) -> None:
         self._tier = tier
-        self._unsent: list[m.TouchKeys | m.RequestEnded] = []
+        self._unsent: list[wire.TouchKeys | wire.RequestEnded] = []
         self._told_time = 0.0  # the last time sent to the tier's policy
         self._next_s = -math.inf  # no tick sends anything before this
 
-    def add(self, use: m.TouchKeys | m.RequestEnded) -> None:
+    def add(self, use: wire.TouchKeys | wire.RequestEnded) -> None:
         """Collect a notice until it is sent."""
         self._unsent.append(use)
 
@@ -44,7 +44,7 @@ class AccessRelay:
         self._next_s = now + SEND_S
         if now - self._told_time >= POLICY_TIME_S:
             self._told_time = now
-            self._tier.post(m.Tick(now=now))
+            self._tier.post(wire.Tick(now=now))
         for use in self._unsent:
             self._tier.post(use)
         self._unsent.clear()

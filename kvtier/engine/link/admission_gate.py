@@ -12,6 +12,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.errors import InternalError
 
@@ -40,9 +41,9 @@ class AdmissionGate(Actor):
             f"gate:{name}",
             {
                 m.Cascade: self._cascade,
-                m.RequestEnded: self._request_ended,
+                wire.RequestEnded: self._request_ended,
                 m.Touched: self._touched,
-                m.Tick: self._tick,
+                wire.Tick: self._tick,
             },
         )
         self.primary = primary
@@ -77,7 +78,7 @@ class AdmissionGate(Actor):
                 )
             )
 
-    def _request_ended(self, message: m.RequestEnded) -> None:
+    def _request_ended(self, message: wire.RequestEnded) -> None:
         wanted = self._ask(self._policy.end_request, message.request, message.order)
         if wanted:
             self.primary.post(
@@ -87,7 +88,7 @@ class AdmissionGate(Actor):
     def _touched(self, message: m.Touched) -> None:
         self._ask(self._policy.touch, message.keys, message.request)
 
-    def _tick(self, message: m.Tick) -> None:
+    def _tick(self, message: wire.Tick) -> None:
         self._ask(self._policy.pass_time, message.now)
 
     def _admit(self, message: m.Cascade) -> list[bool]:

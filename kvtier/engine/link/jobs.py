@@ -6,6 +6,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.engine.link.audit import JobAudit
 from kvtier.engine.link.circuit_breaker import Work
 from kvtier.plugin_api.backend import Outcome
@@ -83,8 +84,8 @@ class Job:
     def order(self, number: int, mark: bytes, since: int, deadline: float) -> LoadOrStore:
         """Return the message for the tier, once the job has been started."""
         if self.is_load:
-            return m.LoadJob(number, self.keys, self.slots, mark, since, self.request, deadline)
-        return m.StoreJob(number, self.request, self.keys, self.slots, mark, since, deadline)
+            return wire.LoadJob(number, self.keys, self.slots, mark, since, self.request, deadline)
+        return wire.StoreJob(number, self.request, self.keys, self.slots, mark, since, deadline)
 
     @property
     def size(self) -> int:
@@ -134,7 +135,7 @@ class Job:
         return Work.LOAD if self.is_load else Work.STORE
 
 
-LoadOrStore: TypeAlias = m.LoadJob | m.StoreJob
+LoadOrStore: TypeAlias = wire.LoadJob | wire.StoreJob
 
 
 class Numbers:

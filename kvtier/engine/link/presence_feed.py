@@ -15,6 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.events import EventKind, EventLog
 from kvtier.engine.link.connection import FadingPresence
 
@@ -94,7 +95,7 @@ class PresenceFeed:
         """Return the events since the last call."""
         return self._events.drain()
 
-    def changed(self, message: m.PresenceChanged) -> None:
+    def changed(self, message: wire.PresenceChanged) -> None:
         """Pass on changes that the tier reports by itself."""
         if message.since == self.since:
             self._learned(message.added, message.removed)

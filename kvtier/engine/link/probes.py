@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.statistics import Observed
 from kvtier.engine.link.circuit_breaker import Work
 from kvtier.engine.link.in_flight import InFlight
@@ -153,7 +154,7 @@ class Probes:
 
     # --- answers ---
 
-    def answered(self, message: m.ProbeAnswer) -> None:
+    def answered(self, message: wire.ProbeAnswer) -> None:
         """Handle the tier's answer."""
         probe = self._awaited.pop(message.probe, None)
         if probe is None:
@@ -173,7 +174,7 @@ class Probes:
             self._contents.answered(probe, message.present)
         self.send_waiting()
 
-    def _answered_late(self, message: m.ProbeAnswer) -> None:
+    def _answered_late(self, message: wire.ProbeAnswer) -> None:
         self._numbers.count_stray(message.probe)
         probe = self._late.pop(message.probe, None)
         if probe is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec import structs
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Mailbox
     from kvtier.plugin_api.keys import RequestId
 
-    OfRequests: TypeAlias = m.RequestOpened | m.RequestClosed | m.PrefixHits | m.BlocksMissing
+    OfRequests: TypeAlias = (
+        wire.RequestOpened | wire.RequestClosed | wire.PrefixHits | wire.BlocksMissing
+    )
 
 
 class RequestRelay:
@@ -32,14 +34,14 @@ class RequestRelay:
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         """Return the handler of each message type that the link delegates to this."""
         return dict.fromkeys(
-            (m.RequestOpened, m.RequestClosed, m.PrefixHits, m.BlocksMissing), self.send
+            (wire.RequestOpened, wire.RequestClosed, wire.PrefixHits, wire.BlocksMissing), self.send
         )
 
     def send(self, message: OfRequests) -> None:
         """Notify the tier, as soon as its mailbox has room."""
-        if isinstance(message, m.RequestClosed):
+        if isinstance(message, wire.RequestClosed):
             self._peers.pop(message.request, None)
-        elif isinstance(message, m.RequestOpened) and message.peer:
+        elif isinstance(message, wire.RequestOpened) and message.peer:
             self._peers[message.request] = message.peer
         self._unsent.append(message)
         self.go_on()
@@ -53,12 +55,12 @@ class RequestRelay:
         """Whether some messages have not fitted into the tier's mailbox yet."""
         return bool(self._unsent)
 
-    def want(self, message: m.BlocksWanted, since: int) -> None:
+    def want(self, message: wire.BlocksWanted, since: int) -> None:
         """Pass on blocks that the tier wants, if of the generation that began at ``since``."""
         if message.since == since:
             self._primary.post(structs.replace(message, tier=self._number))
         else:
-            self.send(m.BlocksMissing(message.request, message.keys))
+            self.send(wire.BlocksMissing(message.request, message.keys))
 
     def go_on(self) -> None:
         """Send the unsent messages, until the tier's mailbox is full."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.backend_counts import BackendCounts
 from kvtier.core.generations import mark_of_name
@@ -45,7 +46,7 @@ from kvtier.plugin_api.backend import Connection, Outcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtier.core.load_messages import LoadCost
+    from kvtier.core.messages import LoadCost
     from kvtier.core.statistics import TierSpeed
     from kvtier.engine.link.jobs import Job
     from kvtier.plugin_api.backend import BackendTraits
@@ -113,29 +114,29 @@ class TierLink(Actor):
     def _all_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         return {
             **self._relay.handlers(),
-            m.GenerationBegan: self._generation_began,
+            wire.GenerationBegan: self._generation_began,
             m.ProbeKeys: self._probes.ask,
             m.Promote: self._promote,
             m.Withdraw: self._withdraw,
             m.Cascade: self._cascade,
             m.CascadeRefused: self.write_backlog.refused,
             m.StoresOffered: self.write_backlog.offered,
-            m.TouchKeys: self._used,
-            m.RequestEnded: self._request_ended,
-            m.Tick: self._tick,
-            m.ProbeAnswer: self._probes.answered,
-            m.JobEnded: self._job_ended,
-            m.PresenceChanged: self.contents.changed,
-            m.BlocksWanted: lambda x: self._relay.want(x, self.contents.since),
-            m.ConnectionChanged: self._connection_changed,
-            m.Counted: lambda x: self.backend_counts.add(x.counters),
-            m.PolicyBroke: self._new_policy,
-            m.PolicyReturned: self._new_policy,
-            m.TierOpened: lambda _: self._health.reconnected(),
-            m.TierBroke: self._tier_broke,
-            m.TierNotRun: lambda x: self.time.leave_out(x.seconds),
-            m.TierFenced: self._tier_fenced,
-            m.TierRestarted: self._tier_restarted,
+            wire.TouchKeys: self._used,
+            wire.RequestEnded: self._request_ended,
+            wire.Tick: self._tick,
+            wire.ProbeAnswer: self._probes.answered,
+            wire.JobEnded: self._job_ended,
+            wire.PresenceChanged: self.contents.changed,
+            wire.BlocksWanted: lambda x: self._relay.want(x, self.contents.since),
+            wire.ConnectionChanged: self._connection_changed,
+            wire.Counted: lambda x: self.backend_counts.add(x.counters),
+            wire.PolicyBroke: self._new_policy,
+            wire.PolicyReturned: self._new_policy,
+            wire.TierOpened: lambda _: self._health.reconnected(),
+            wire.TierBroke: self._tier_broke,
+            wire.TierNotRun: lambda x: self.time.leave_out(x.seconds),
+            wire.TierFenced: self._tier_fenced,
+            wire.TierRestarted: self._tier_restarted,
         }
 
     def set_traits(self, traits: BackendTraits) -> None:
@@ -156,7 +157,7 @@ class TierLink(Actor):
 
     # --- messages of the primary tier ---
 
-    def _generation_began(self, message: m.GenerationBegan) -> None:
+    def _generation_began(self, message: wire.GenerationBegan) -> None:
         self._mark = message.mark
         self.contents.begin_generation(message.epoch)
         self._probes.begin_generation(self._mark)
@@ -165,7 +166,7 @@ class TierLink(Actor):
 
     def _tell_generation(self) -> None:
         """Notify the tier, which makes room. Jobs and probes repeat it, as this may be refused."""
-        self._is_told = self.tier.post(m.GenerationBegan(self.contents.since, self._mark))
+        self._is_told = self.tier.post(wire.GenerationBegan(self.contents.since, self._mark))
 
     def _promote(self, message: m.Promote) -> None:
         # A hit is counted here and not with the probe: most are known without one.
@@ -194,11 +195,11 @@ class TierLink(Actor):
         self._send_waiting(self._stores)
         self.write_backlog.defer(rest)
 
-    def _request_ended(self, message: m.RequestEnded) -> None:
+    def _request_ended(self, message: wire.RequestEnded) -> None:
         self._loads.waiting.forget(message.request)
         self._used(message)
 
-    def _used(self, message: m.TouchKeys | m.RequestEnded) -> None:
+    def _used(self, message: wire.TouchKeys | wire.RequestEnded) -> None:
         if self.tells_uses:
             self._uses.add(message)
 
@@ -254,7 +255,7 @@ class TierLink(Actor):
 
     # --- answers of the tier ---
 
-    def _job_ended(self, message: m.JobEnded) -> None:
+    def _job_ended(self, message: wire.JobEnded) -> None:
         transfers = self._loads if message.job in self._loads.jobs else self._stores
         job = transfers.jobs.get(message.job)
         if job is None:
@@ -298,7 +299,7 @@ class TierLink(Actor):
 
     # --- time ---
 
-    def _tick(self, message: m.Tick) -> None:
+    def _tick(self, message: wire.Tick) -> None:
         if not self._is_told:
             self._tell_generation()
         self.pass_time(message.now)
@@ -368,7 +369,7 @@ class TierLink(Actor):
 
     # --- the tier's life ---
 
-    def _connection_changed(self, message: m.ConnectionChanged) -> None:
+    def _connection_changed(self, message: wire.ConnectionChanged) -> None:
         """Send the tier no work while its backend has no server, and end waits for it."""
         if not self._connection.change(message.state):
             return
@@ -381,11 +382,11 @@ class TierLink(Actor):
             self._send_all()
             self._health.tell_usable()
 
-    def _new_policy(self, message: m.PolicyBroke | m.PolicyReturned) -> None:
-        self.counts.policies_replaced += isinstance(message, m.PolicyBroke)
+    def _new_policy(self, message: wire.PolicyBroke | wire.PolicyReturned) -> None:
+        self.counts.policies_replaced += isinstance(message, wire.PolicyBroke)
         self.log.post(new_policy(self._tier_config.name, message))
 
-    def _tier_broke(self, message: m.TierBroke) -> None:
+    def _tier_broke(self, message: wire.TierBroke) -> None:
         """Disable the tier. Its threads may still be running, so slots stay as they are."""
         if not self._health.is_disabled:
             self.counts.broke += 1
@@ -400,7 +401,7 @@ class TierLink(Actor):
         self._send_all()
         self._health.tell_usable()
 
-    def _tier_fenced(self, _message: m.TierFenced) -> None:
+    def _tier_fenced(self, _message: wire.TierFenced) -> None:
         """Take back every slot: nothing of the tier is left that could touch one."""
         self._health.broke()
         self._connection.restart()
@@ -417,7 +418,7 @@ class TierLink(Actor):
         self._send_all()
         self._health.tell_usable()
 
-    def _tier_restarted(self, message: m.TierRestarted) -> None:
+    def _tier_restarted(self, message: wire.TierRestarted) -> None:
         """Go on with a fresh cell. Only after TierFenced."""
         if message.traits is not None:
             self.set_traits(message.traits)

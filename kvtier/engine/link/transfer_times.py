@@ -27,7 +27,7 @@ from kvtier.core.statistics import TierSpeed
 from kvtier.engine.decide.transfer_estimate import TransferEstimate
 
 if TYPE_CHECKING:
-    from kvtier.core.load_messages import LoadCost
+    from kvtier.core.messages import LoadCost
     from kvtier.engine.link.jobs import Sent
 
 WINDOW_S: Final = 0.1

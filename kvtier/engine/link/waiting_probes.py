@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.plugin_api.deadlines import NEVER
 
 if TYPE_CHECKING:
@@ -78,10 +79,10 @@ class WaitingProbe:
         """Note that no request waits for it any more."""
         self.is_late = True
 
-    def order(self, number: int, mark: bytes, deadline: float) -> m.Probe:
+    def order(self, number: int, mark: bytes, deadline: float) -> wire.Probe:
         """Return the message for the tier, and set the end of the wait for it."""
         self.deadline = deadline
-        return m.Probe(number, self.keys, mark, self.since, self.request, deadline)
+        return wire.Probe(number, self.keys, mark, self.since, self.request, deadline)
 
 
 class Question:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.plugin_api.backend import Outcome
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class WriteBacklog:
             self._counts.cascades_dropped += len(blocks.keys)
             self._end(blocks)
             if self._request_scoped:
-                self._relay.send(m.BlocksMissing(blocks.request, blocks.keys))
+                self._relay.send(wire.BlocksMissing(blocks.request, blocks.keys))
 
     def refused(self, message: m.CascadeRefused) -> None:
         """Release the blocks that the tier's admission policy has refused."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
-from kvtier.core.group_messages import ReservePrefix  # noqa: TC001 - msgspec decodes by it
-from kvtier.core.message import Message
+from kvtier.core.messages import ReservePrefix  # noqa: TC001 - msgspec decodes by it
+from kvtier.core.wire import Message
 from kvtier.plugin_api.keys import Key  # noqa: TC001 - as above
 
 if TYPE_CHECKING:

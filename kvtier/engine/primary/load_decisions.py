@@ -27,7 +27,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core import messages as m
-from kvtier.core.load_messages import SPREADS
+from kvtier.core.messages import SPREADS
 from kvtier.engine.decide.load_decision import (
     FREE,
     NOWHERE,
@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvtier.core.actor import Mailbox
-    from kvtier.core.group_messages import GroupKeys
-    from kvtier.core.load_messages import LoadCost, TokenPlace
+    from kvtier.core.messages import GroupKeys, LoadCost, TokenPlace
     from kvtier.core.statistics import PrimaryCounts
     from kvtier.engine.decide.load_decision import Cut
     from kvtier.engine.primary.promotions import Promotions

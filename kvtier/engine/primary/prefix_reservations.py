@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
-from kvtier.core.group_messages import ReservePrefix, Survey
+from kvtier.core.messages import ReservePrefix, Survey
 from kvtier.engine.decide.load_decision import ASKING, NOWHERE
 from kvtier.engine.primary.eviction import ReserveAfterEviction
 from kvtier.engine.primary.lookups import ABSENT, FILLING, READY
@@ -29,7 +29,7 @@ from kvtier.engine.primary.lookups import ABSENT, FILLING, READY
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kvtier.core.group_messages import GroupKeys
+    from kvtier.core.messages import GroupKeys
     from kvtier.engine.primary.eviction import Eviction
     from kvtier.engine.primary.load_decisions import LoadDecisions
     from kvtier.engine.primary.lookups import Lookups

@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.events import PRIMARY, Event, EventKind, EventLog
 from kvtier.core.policy_actor import POLICY_TIME_S, new_policy
@@ -122,18 +123,18 @@ class PrimaryTier(Actor):
             m.RequestFinished: self._request_finished,
             m.RequestsScheduled: self._requests_scheduled,
             m.StepEnd: self._step_end,
-            m.Tick: self._tick,
+            wire.Tick: self._tick,
             m.Reset: self._reset,
             m.ResetFlushed: lambda _: self.slots.gpu_flushed(),
             m.Victims: self._victims,
-            m.PolicyBroke: self._new_policy,
-            m.PolicyReturned: self._new_policy,
+            wire.PolicyBroke: self._new_policy,
+            wire.PolicyReturned: self._new_policy,
             m.TierIsRequestScoped: self.request_tiers.mark_request_scoped,
             m.CascadeWanted: self._cascade_wanted,
             m.CascadeEnded: self._cascade_ended,
             m.CascadeDeferred: self._cascade_deferred,
             m.StoresWanted: self._stores_wanted,
-            m.BlocksWanted: self.request_tiers.pin_wanted,
+            wire.BlocksWanted: self.request_tiers.pin_wanted,
             m.PresenceLearned: self._presence_learned,
             m.LinkFailed: self._link_failed,
         }
@@ -188,8 +189,8 @@ class PrimaryTier(Actor):
             self._events.add(EventKind.REMOVED, evicted)
         self.receive(then)
 
-    def _new_policy(self, message: m.PolicyBroke | m.PolicyReturned) -> None:
-        self.counts.policies_replaced += isinstance(message, m.PolicyBroke)
+    def _new_policy(self, message: wire.PolicyBroke | wire.PolicyReturned) -> None:
+        self.counts.policies_replaced += isinstance(message, wire.PolicyBroke)
         self.log.post(new_policy("0:primary", message))
         self._eviction.tell_residents()
 
@@ -318,7 +319,7 @@ class PrimaryTier(Actor):
         self._prefixes.use(message.request, message.keys)
         self.policy.post(m.Touched(keys=message.keys, request=message.request))
         for link in self.links:
-            link.post(m.TouchKeys(keys=message.keys, request=message.request))
+            link.post(wire.TouchKeys(keys=message.keys, request=message.request))
 
     # --- cascades ---
 
@@ -415,7 +416,7 @@ class PrimaryTier(Actor):
             self._end_reservations(message.request, request)
             self._directory.end(message.request)
             self._prefixes.end(message.request)
-            ended = m.RequestEnded(request=message.request, order=message.order)
+            ended = wire.RequestEnded(request=message.request, order=message.order)
             for listener in (*self._policies, *self.links):
                 listener.post(ended)
             self.request_tiers.end(message.request)
@@ -442,7 +443,7 @@ class PrimaryTier(Actor):
         self._pass_time(message.now)
         self._step_requests.end_step(self.epoch)
 
-    def _tick(self, message: m.Tick) -> None:
+    def _tick(self, message: wire.Tick) -> None:
         self._pass_time(message.now)
         self._step_requests.tick(self.epoch)
 
@@ -451,10 +452,10 @@ class PrimaryTier(Actor):
         if now - self._policy_time >= POLICY_TIME_S:
             self._policy_time = now
             for policy in self._policies:
-                policy.post(m.Tick(now=now))
+                policy.post(wire.Tick(now=now))
         # Before all else: links count deadlines from the last Tick, which may be long ago.
         for link in self.links:
-            link.post(m.Tick(now=now))
+            link.post(wire.Tick(now=now))
         for request in self.promotions.expired():
             self._end_leases(request)
             self._requests[request].end_reservation()
@@ -476,7 +477,7 @@ class PrimaryTier(Actor):
             self._since = self.epoch
             self._directory.forget_all()
             for link in self.links:
-                link.post(m.GenerationBegan(self.epoch, message.mark))
+                link.post(wire.GenerationBegan(self.epoch, message.mark))
         self.policy.post(m.Cleared())
         self._events.add(EventKind.CLEARED)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -61,7 +62,7 @@ class RequestTiers:
         if not message.params:
             return message.tiers & ~self.tiers
         self._open[message.request] = _Open()
-        self._tell(m.RequestOpened(message.request, message.params, message.peer))
+        self._tell(wire.RequestOpened(message.request, message.params, message.peer))
         return message.tiers
 
     def end(self, request: RequestId) -> None:
@@ -101,7 +102,7 @@ class RequestTiers:
                 self._awaited.setdefault(key, []).append(request)
                 self._follow(request, 1)
         if hits:
-            self._tell(m.PrefixHits(request, tuple(hits)))
+            self._tell(wire.PrefixHits(request, tuple(hits)))
         return self._to_each(ready)
 
     def became_ready(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
@@ -113,7 +114,7 @@ class RequestTiers:
                 self._cascades.send(self._to_each(([key], [slot])), request, self._epoch)
                 self._follow(request, -1)
 
-    def pin_wanted(self, message: m.BlocksWanted) -> None:
+    def pin_wanted(self, message: wire.BlocksWanted) -> None:
         """Pin and send the READY blocks for another engine's request; report the missing ones."""
         keys: list[Key] = []
         slots: list[int] = []
@@ -130,7 +131,7 @@ class RequestTiers:
         there = set(keys)
         missing = tuple(key for key in message.keys if key not in there)
         if missing:
-            link.post(m.BlocksMissing(message.request, missing))
+            link.post(wire.BlocksMissing(message.request, missing))
 
     def forget(self, key: Key) -> None:
         """Note that the key's fill has failed."""
@@ -160,9 +161,9 @@ class RequestTiers:
         assert each.unready >= 0, "a block followed that nobody waited for"
         if each.is_over and not each.unready:
             del self._open[request]
-            self._tell(m.RequestClosed(request))
+            self._tell(wire.RequestClosed(request))
 
-    def _tell(self, message: m.RequestOpened | m.RequestClosed | m.PrefixHits) -> None:
+    def _tell(self, message: wire.RequestOpened | wire.RequestClosed | wire.PrefixHits) -> None:
         for tier, link in enumerate(self._links):
             if self.tiers >> tier & 1:
                 link.post(message)

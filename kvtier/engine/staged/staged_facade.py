@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 
 from kvtier.core import messages as m
 from kvtier.core import staging_messages as s
+from kvtier.core import wire
 from kvtier.core.actor import Mailbox
 from kvtier.core.block_state import BlockState
 from kvtier.engine.cell import NO_REPLY, EngineCell
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 
     from kvtier.core.events import Event
     from kvtier.core.generations import Generations
-    from kvtier.core.messages import Message
     from kvtier.core.statistics import TierStatistics
     from kvtier.core.tier_host import TierHost
+    from kvtier.core.wire import Message
     from kvtier.engine.link.tier_link import TierLink
     from kvtier.engine.staged.staged_tier import StagedTier
     from kvtier.plugin_api.keys import Key, RequestId
@@ -234,7 +235,7 @@ class StagedFacade:
         return is_quiet
 
     def _let_time_pass(self) -> None:
-        self._ask(m.Tick(now=self._clock()))
+        self._ask(wire.Tick(now=self._clock()))
 
     def _poll(self) -> None:
         """Handle the messages from the tier and the copier, and let time pass."""

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core import messages as m
 from kvtier.core import staging_messages as s
+from kvtier.core import wire
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.block_state import BlockState
 from kvtier.engine.decide.load_decision import ASKING, NOWHERE
@@ -92,9 +93,9 @@ class StagedTier(Actor):
             m.RequestStarted: self._request_started,
             m.RequestFinished: self._request_finished,
             m.Lookup: self._lookup,
-            m.Touch: lambda x: self._tell(m.TouchKeys(x.keys, x.request)),
+            m.Touch: lambda x: self._tell(wire.TouchKeys(x.keys, x.request)),
             m.StepEnd: self._step_end,
-            m.Tick: self._tick,
+            wire.Tick: self._tick,
             m.Reset: self._reset,
             s.SubmitLoad: self._submit_load,
             s.SubmitStore: self._submit_store,
@@ -129,7 +130,7 @@ class StagedTier(Actor):
         if self._searches.pop(message.request, None) is not None:
             self._directory.end(message.request)
         self._from_before.discard(message.request)
-        self._tell(m.RequestEnded(message.request, message.order))
+        self._tell(wire.RequestEnded(message.request, message.order))
 
     def _lookup(self, message: m.Lookup) -> None:
         """Reply READY (the tier has it), PROBING or ABSENT."""
@@ -148,7 +149,7 @@ class StagedTier(Actor):
         if message.since == self._epoch:
             self._directory.learn(TIER, message.added, message.removed)
 
-    def _tell(self, message: m.TouchKeys | m.RequestEnded | m.StoresOffered) -> None:
+    def _tell(self, message: wire.TouchKeys | wire.RequestEnded | m.StoresOffered) -> None:
         self.link.post(message)
 
     # --- jobs ---
@@ -307,12 +308,12 @@ class StagedTier(Actor):
     # --- time, resets, the end of jobs ---
 
     def _step_end(self, message: m.StepEnd) -> None:
-        self._tick(m.Tick(message.now))
+        self._tick(wire.Tick(message.now))
         for _, name, keys in self._directory.pop_unsent():
             self.link.post(m.ProbeKeys(tuple(keys), asker=name))
         self._directory.end_step()
 
-    def _tick(self, message: m.Tick) -> None:
+    def _tick(self, message: wire.Tick) -> None:
         self._now = message.now
         self.link.post(message)
         late = [each for each in self._transfers.values() if self._now >= each.deadline]
@@ -327,7 +328,7 @@ class StagedTier(Actor):
         self._from_before = set(self._searches)
         self._directory.forget_all()
         self._directory.reset()
-        self.link.post(m.GenerationBegan(self._epoch, message.mark))
+        self.link.post(wire.GenerationBegan(self._epoch, message.mark))
 
     def _give_up(self, transfers: Iterable[StagedTransfer]) -> None:
         """End all blocks of these transfers, except those being copied, which end soon."""

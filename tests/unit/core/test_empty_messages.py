@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.policy_actor import PolicyActor
 from kvtier.engine.link.admission_gate import AdmissionGate
 from kvtier.plugin_api.admission_policy import AdmissionContext
@@ -19,19 +20,20 @@ from kvtier.plugin_api.backend import BackendTraits
 from kvtier.policies.eviction.lru import LRUPolicy
 from kvtier.settings.plugins import fallback_policy, make_admission, make_policy
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
+from kvtier.tier import driver_messages as d
 from tests.support.cell import TestCell, TestTier, build_test_engine
 from tests.support.mailboxes import KeptMessages
 
 if TYPE_CHECKING:
     from kvtier.core.actor import Actor
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
 
 TIER = TierConfig("1:t", "t")
 CONFIG = RuntimeConfig(slot_count=8, block_bytes=8, tiers=(TIER,))
 COLLECTIONS = {"tuple": (), "list": [], "frozenset": frozenset(), "Collection": ()}
 PLAIN = {"int": 1, "str": "r", "float": 1.0, "bool": True, "RequestId": "r"}
 
-ANSWERS = (m.Victims, m.BatchEnded)
+ANSWERS = (m.Victims, d.BatchEnded)
 """To a question of the actor's own: without it they mean nothing."""
 
 
@@ -69,15 +71,15 @@ def test_a_tier_answers_empty_jobs_and_probes_and_lives(capacity: int | None) ->
     policy = None if capacity is None else LRUPolicy(capacity)
     tier = TestTier(cell, engine.links[0], BackendTraits(4, 4, capacity), policy)
     for message in empties_of(tier.actor):
-        if not (isinstance(message, m.ContentsFound | m.ContentsAnnounced) and capacity is None):
+        if not (isinstance(message, d.ContentsFound | d.ContentsAnnounced) and capacity is None):
             tier.actor.receive(message)
     while waiting := [each for each in tier.mailboxes if each.waiting]:
         cell.deliver(waiting[0])
     assert tier.actor.is_idle()
     answers = list(tier.inbox.waiting)
-    assert m.ProbeAnswer(probe=1, present=()) in answers
-    ended = [each for each in answers if isinstance(each, m.JobEnded)]
-    assert ended == [m.JobEnded(job=1, outcomes=(), seconds=0.0)] * 2  # the load, the store
+    assert wire.ProbeAnswer(probe=1, present=()) in answers
+    ended = [each for each in answers if isinstance(each, wire.JobEnded)]
+    assert ended == [wire.JobEnded(job=1, outcomes=(), seconds=0.0)] * 2  # the load, the store
 
 
 def test_the_engine_s_actors_take_empty_messages() -> None:
@@ -98,7 +100,7 @@ def test_policies_take_empty_messages(name: str) -> None:
     actor = PolicyActor(name, make_policy(name, 8), fallback_policy(), taken)
     for message in empties_of(actor):
         actor.receive(message)
-    assert not any(isinstance(message, m.PolicyBroke) for message in taken.messages)
+    assert not any(isinstance(message, wire.PolicyBroke) for message in taken.messages)
 
 
 @pytest.mark.parametrize("name", [e.name for e in entry_points(group="kvtier.admission_policies")])

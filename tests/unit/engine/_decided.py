@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvtier.core.block_state import BlockState
-from kvtier.core.load_messages import TokenPlace
+from kvtier.core.messages import TokenPlace
 from tests.unit.engine._story import Story, keys_of
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
-from kvtier.core.load_messages import TokenPlace
+from kvtier.core.messages import TokenPlace
 from kvtier.plugin_api.backend import BackendTraits, Outcome
+from kvtier.tier import driver_messages as d
 from tests.unit.engine._story import Story
 
 if TYPE_CHECKING:
@@ -221,13 +221,13 @@ class SimulatedEngine:
                 while mailbox.waiting:
                     self._story.runtime.cell.deliver(mailbox)
             for batch in list(tier.batches):
-                if not isinstance(batch, m.LoadBatch) or self._has_moved(batch):
+                if not isinstance(batch, d.LoadBatch) or self._has_moved(batch):
                     has = [key in self._stored or not _asks(batch) for key in batch.keys]
                     outcomes = [Outcome.DONE if each else Outcome.ABSENT for each in has]
                     tier.answer(batch, outcomes, at=self._story.now)
                     is_busy = True
 
-    def _has_moved(self, batch: m.LoadBatch) -> bool:
+    def _has_moved(self, batch: d.LoadBatch) -> bool:
         """Tell whether the device is done with a load, which it begins if it has not."""
         due = self._due.get(batch.batch)
         if due is None:
@@ -241,4 +241,4 @@ class SimulatedEngine:
 
 
 def _asks(batch: object) -> bool:
-    return isinstance(batch, m.ProbeBatch)
+    return isinstance(batch, d.ProbeBatch)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.engine.link.access_relay import SEND_S
 from tests.unit.engine._story import Story, cascade, keys_of, link_of, tier_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
 
 
 def hear(story: Story, note: Callable[[Message], None]) -> None:
@@ -34,7 +34,7 @@ def test_uses_are_told_to_a_tier_that_evicts_and_to_no_other() -> None:
         story.now += 100.0
         story.facade.step_end()
         story.facade.step_end()
-        assert told == ([m.Tick, m.TouchKeys, m.RequestEnded] if evicts else [])
+        assert told == ([wire.Tick, wire.TouchKeys, wire.RequestEnded] if evicts else [])
 
 
 def test_uses_are_sent_before_what_may_evict_and_else_not_with_each_step() -> None:
@@ -46,23 +46,25 @@ def test_uses_are_sent_before_what_may_evict_and_else_not_with_each_step() -> No
     for _ in range(3):
         story.facade.touch(keys_of(1), "r")
         story.facade.step_end()
-    assert told == [m.Tick, m.TouchKeys]
+    assert told == [wire.Tick, wire.TouchKeys]
     story.facade.on_request_started("r")
     cascade(story, keys_of(2))
-    assert told[2:] == [m.TouchKeys, m.TouchKeys, m.StoreJob]
+    assert told[2:] == [wire.TouchKeys, wire.TouchKeys, wire.StoreJob]
     story.facade.touch(keys_of(1), "r")
     story.facade.step_end()
     assert told[5:] == []
     story.now += SEND_S
     story.facade.step_end()
-    assert told[5:] == [m.TouchKeys]
+    assert told[5:] == [wire.TouchKeys]
 
 
 def test_a_tier_that_evicts_is_told_the_time_about_once_a_second() -> None:
     story = Story()
     link_of(story).tells_uses = True
     times: list[float] = []
-    hear(story, lambda message: times.append(message.now) if isinstance(message, m.Tick) else None)
+    hear(
+        story, lambda message: times.append(message.now) if isinstance(message, wire.Tick) else None
+    )
     for _ in range(12):
         story.facade.touch(keys_of(1), "r")
         story.now += 0.25

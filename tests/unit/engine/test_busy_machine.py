@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.block_state import BlockState
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from tests.unit.engine._story import (
@@ -80,7 +80,7 @@ class BusyMachine:
         """Let time pass. The machine did not run the tier for some of it."""
         self.story.now += seconds
         if not_run_s:
-            tier_of(self.story).inbox.post(m.TierNotRun(not_run_s))
+            tier_of(self.story).inbox.post(wire.TierNotRun(not_run_s))
             self.story.runtime.cell.settle()
         self.facade.step_end()
         self.story.runtime.cell.settle()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import EventKind
 from kvtier.engine.link.circuit_breaker import BreakerState
@@ -26,7 +26,7 @@ def link_of(story: Story) -> TierLink:
 
 def report(story: Story, state: Connection) -> None:
     """Have the backend report how it stands with its server."""
-    story.runtime.tiers[0].inbox.post(m.ConnectionChanged(state))
+    story.runtime.tiers[0].inbox.post(wire.ConnectionChanged(state))
     story.runtime.cell.settle()
 
 
@@ -136,7 +136,7 @@ def test_a_tier_that_was_long_in_opening_is_tried_at_once() -> None:
     story.facade.step_end()  # the probe is late
     assert link_of(story).audit().breaker is BreakerState.OPEN
     assert look_up(story, key, "meanwhile") is BlockState.ABSENT
-    story.runtime.tiers[0].inbox.post(m.TierOpened())
+    story.runtime.tiers[0].inbox.post(wire.TierOpened())
     story.runtime.cell.settle()
     assert look_up(story, key, "again") is BlockState.PROBING
 
@@ -176,9 +176,9 @@ def test_what_a_new_backend_has_reported_by_the_time_it_is_met_holds() -> None:
     """One in a thread is open, and may have reached its server, when the link hears of it."""
     story, key = story_with_a_stored_block()
     traits = BackendTraits(1, 1, connects=True)
-    begun = (m.TierBroke(reason="x"), m.TierFenced())
+    begun = (wire.TierBroke(reason="x"), wire.TierFenced())
     for state, found in ((UP, BlockState.PROBING), (CONNECTING, BlockState.ABSENT)):
-        for message in (*begun, m.ConnectionChanged(state), m.TierRestarted(traits)):
+        for message in (*begun, wire.ConnectionChanged(state), wire.TierRestarted(traits)):
             story.runtime.tiers[0].inbox.post(message)
         story.runtime.cell.settle()
         assert look_up(story, key, state.name) is found
@@ -207,7 +207,7 @@ def test_a_lost_server_is_counted_and_shown() -> None:
 def test_a_restarted_tier_does_not_inherit_a_lost_connection() -> None:
     story, key = story_with_a_stored_block()
     report(story, GONE)
-    for message in (m.TierBroke(reason="x"), m.TierFenced(), m.TierRestarted()):
+    for message in (wire.TierBroke(reason="x"), wire.TierFenced(), wire.TierRestarted()):
         story.runtime.tiers[0].inbox.post(message)
     story.runtime.cell.settle()
     assert look_up(story, key) is BlockState.PROBING

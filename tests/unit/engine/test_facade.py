@@ -7,7 +7,7 @@ import pytest
 from kvtier import Closed, ConfigError, Misuse, RuntimeConfig
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import EventKind
-from kvtier.core.group_messages import GroupKeys
+from kvtier.core.messages import GroupKeys
 from kvtier.plugin_api.backend import Outcome
 from tests.support import handled_once
 from tests.unit.engine._story import Story, keys_of

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.load_messages import LoadCost, TokenPlace
+from kvtier.core.messages import LoadCost, TokenPlace
 from kvtier.engine.decide.load_decision import FREE, Estimates, Rates, Run, best_cut
 
 RUNS = st.lists(

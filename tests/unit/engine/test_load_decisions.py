@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from kvtier.core.block_state import BlockState
-from kvtier.core.group_messages import GroupKeys
+from kvtier.core.messages import GroupKeys
 from kvtier.engine.decide.reprobing import FIRST_S
 from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.engine.primary.load_decisions import EXPLORED_BLOCKS_MAX, EXPLORING_SHARE

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtier.core.block_state import BlockState
-from kvtier.core.messages import LoadBatch
 from kvtier.plugin_api.backend import Outcome
+from kvtier.tier.driver_messages import LoadBatch
 from tests.unit.engine._story import Story, keys_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.core.load_messages import LoadCost
+from kvtier.core.messages import LoadCost
 from kvtier.engine.decide.load_decision import Cut, Estimates, Rates
 from kvtier.engine.primary.load_decisions import LOADING_MAX, PrefillBacklog
 from kvtier.engine.primary.requests import Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies
 
-from kvtier.core.group_messages import GroupKeys
+from kvtier.core.messages import GroupKeys
 from kvtier.engine.primary.prefix_reservations import Unknown, longest_prefix, storable
 
 COSTS = strategies.lists(strategies.sampled_from([0, 0, 1, 1, 1, None]), max_size=8)

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import PRIMARY, EventKind
-from kvtier.core.group_messages import GroupKeys
+from kvtier.core.messages import GroupKeys
 from kvtier.plugin_api.backend import Outcome
 from kvtier.policies.eviction.lru import LRUPolicy
+from kvtier.tier import driver_messages as d
 from tests.unit.engine._story import Story, keys_of
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ def test_what_a_tier_has_brought_is_given_to_none() -> None:
     facade.on_request_started("r")
     assert facade.lookup(key, "r") is None
     facade.step_end()
-    assert [type(batch) for batch in story.answer_all()] == [m.LoadBatch]
+    assert [type(batch) for batch in story.answer_all()] == [d.LoadBatch]
     assert facade.lookup(key, "r") is True
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.core.events import PRIMARY, EventKind
-from kvtier.core.group_messages import GroupKeys
+from kvtier.core.messages import GroupKeys
 from kvtier.plugin_api.backend import Outcome
 from tests.unit.engine._story import Story, keys_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvtier.core.group_messages import GroupKeys
+from kvtier.core.messages import GroupKeys
 from tests.unit.engine._decided import (
     ABSENT,
     CHUNK,

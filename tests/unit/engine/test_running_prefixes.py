@@ -24,7 +24,7 @@ from tests.support.examples import TIMES, examples
 
 if TYPE_CHECKING:
     from kvtier.core.actor import Actor
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
     from kvtier.plugin_api.keys import Key
 

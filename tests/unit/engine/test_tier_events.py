@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import EventKind
 from kvtier.engine.link.presence_feed import GONE_A_STEP
 from kvtier.plugin_api.backend import Outcome
+from kvtier.tier import driver_messages as d
 from tests.unit.engine._story import Story, keys_of
 
 STORED, REMOVED, CLEARED = EventKind.STORED, EventKind.REMOVED, EventKind.CLEARED
@@ -68,7 +69,7 @@ def test_a_load_given_up_that_finds_its_block_gone_tells_so_all_the_same() -> No
     assert grant is not None
     story.facade.complete_store(grant.keys, "w")
     story.runtime.cell.settle()
-    store = next(e for e in story.runtime.tiers[0].batches if isinstance(e, m.StoreBatch))
+    store = next(e for e in story.runtime.tiers[0].batches if isinstance(e, d.StoreBatch))
     story.runtime.tiers[0].answer(load, [Outcome.DAMAGED])
     story.runtime.cell.settle()
     story.runtime.tiers[0].answer(store, [Outcome.DONE])
@@ -114,7 +115,9 @@ def burst(story: Story, keys: list[bytes], *, gone: bool) -> None:
     link = story.runtime.engine.links[0]
     for start in range(0, len(keys), A_MESSAGE):
         some = tuple(keys[start : start + A_MESSAGE])
-        link.receive(m.PresenceChanged((), some, 0) if gone else m.PresenceChanged(some, (), 0))
+        link.receive(
+            wire.PresenceChanged((), some, 0) if gone else wire.PresenceChanged(some, (), 0)
+        )
 
 
 def steps_of(story: Story) -> list[list[tuple[EventKind, tuple[bytes, ...]]]]:
@@ -191,6 +194,6 @@ def test_an_answer_that_comes_while_losses_wait_is_told_behind_them() -> None:
 def test_a_lost_tier_leaves_no_losses_to_tell() -> None:
     story, keys, events = story_of_a_burst(3 * GONE_A_STEP)
     burst(story, keys, gone=True)
-    story.runtime.engine.links[0].receive(m.TierFenced())
+    story.runtime.engine.links[0].receive(wire.TierFenced())
     assert events.new()[-1] == (CLEARED, ())
     assert steps_of(story) == []

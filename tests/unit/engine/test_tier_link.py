@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import EventKind
 from kvtier.engine.link.circuit_breaker import BreakerState
@@ -59,9 +59,9 @@ def test_a_tier_that_was_full_is_given_blocks_once_it_is_restarted() -> None:
     story = Story(slots=8)
     cascade(story, keys_of(1, b"f"))
     story.answer_all(Outcome.FULL)
-    tier_of(story).inbox.post(m.TierBroke(reason="test"))
-    tier_of(story).inbox.post(m.TierFenced())
-    tier_of(story).inbox.post(m.TierRestarted())
+    tier_of(story).inbox.post(wire.TierBroke(reason="test"))
+    tier_of(story).inbox.post(wire.TierFenced())
+    tier_of(story).inbox.post(wire.TierRestarted())
     story.runtime.cell.settle()
     cascade(story, keys_of(1, b"l"))
     stored = [key for batch in story.answer_all() for key in batch.keys]
@@ -147,12 +147,12 @@ def test_a_generation_that_a_full_mailbox_refused_is_told_with_the_next_step() -
     story.runtime.cell.settle()
     tier_of(story).is_full = True
     story.facade.reset()
-    told: list[m.Message] = []
+    told: list[wire.Message] = []
     story.runtime.cell.on_post = lambda _mailbox, message: told.append(message)
     tier_of(story).is_full = False
     story.facade.step_end()
     story.facade.step_end()
-    began = [each for each in told if isinstance(each, m.GenerationBegan)]
+    began = [each for each in told if isinstance(each, wire.GenerationBegan)]
     assert [each.epoch for each in began] == [1], "once is enough"
 
 
@@ -224,8 +224,8 @@ def test_an_answer_that_nothing_waits_for_is_late_if_its_number_was_given_and_el
     story.store(keys_of(1))
     inbox = tier_of(story).inbox
     for number in (1, 0, -1, 2, 1000):
-        inbox.post(m.JobEnded(job=number, outcomes=(Outcome.DONE,), seconds=0.0))
-    inbox.post(m.ProbeAnswer(probe=1, present=(True,)))
+        inbox.post(wire.JobEnded(job=number, outcomes=(Outcome.DONE,), seconds=0.0))
+    inbox.post(wire.ProbeAnswer(probe=1, present=(True,)))
     story.runtime.cell.settle()
     counts = counts_of(story)
     assert (counts.late_completions, counts.unknown_completions) == (2, 4)
@@ -238,7 +238,7 @@ def test_a_probe_with_the_wrong_number_of_answers_is_a_failure_and_a_miss() -> N
         assert link_of(story).audit().breaker is BreakerState.CLOSED
         story.facade.lookup_state(key, "r")
         story.facade.step_end()
-        tier_of(story).inbox.post(m.ProbeAnswer(probe=number, present=(True, True)))
+        tier_of(story).inbox.post(wire.ProbeAnswer(probe=number, present=(True, True)))
         story.runtime.cell.settle()
         assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
     assert link_of(story).audit().breaker is BreakerState.OPEN
@@ -249,7 +249,7 @@ def test_a_job_with_the_wrong_number_of_outcomes_has_failed() -> None:
     promote(story, key)
     story.runtime.cell.settle()
     (job,) = link_of(story).audit().jobs
-    tier_of(story).inbox.post(m.JobEnded(job=job, outcomes=(), seconds=0.0))
+    tier_of(story).inbox.post(wire.JobEnded(job=job, outcomes=(), seconds=0.0))
     story.runtime.cell.settle()
     assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
     assert counts_of(story).failed == 1
@@ -356,8 +356,8 @@ def test_a_tier_that_breaks_is_disabled_and_its_loads_are_given_up() -> None:
     story.facade.step_end()
     cascade(story, keys_of(1, b"s"))
     inbox = tier_of(story).inbox
-    inbox.post(m.TierBroke(reason="a bug"))
-    inbox.post(m.TierBroke(reason="again"))
+    inbox.post(wire.TierBroke(reason="a bug"))
+    inbox.post(wire.TierBroke(reason="again"))
     story.runtime.cell.settle()
     assert story.facade.lookup_state(keys[0], "r") is BlockState.ABSENT
     assert story.facade.lookup_state(b"u" + bytes(5), "r") is BlockState.ABSENT
@@ -369,7 +369,7 @@ def test_a_tier_that_breaks_is_disabled_and_its_loads_are_given_up() -> None:
     primary = story.facade.statistics().primary
     assert (primary.quarantined_slots, primary.pinned_slots) == (1, 1)
     assert not story.facade.has_pending_work()
-    inbox.post(m.TierFenced())
+    inbox.post(wire.TierFenced())
     story.runtime.cell.settle()
     primary = story.facade.statistics().primary
     assert (primary.quarantined_slots, primary.pinned_slots) == (0, 0)
@@ -380,7 +380,7 @@ def test_a_tier_that_breaks_is_disabled_and_its_loads_are_given_up() -> None:
 def test_a_fence_ends_loads_that_nobody_has_given_up() -> None:
     story, (key,) = story_of_a_tier()
     promote(story, key)
-    tier_of(story).inbox.post(m.TierFenced())
+    tier_of(story).inbox.post(wire.TierFenced())
     story.runtime.cell.settle()
     assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
     primary = story.facade.statistics().primary
@@ -396,7 +396,7 @@ def test_a_probe_that_a_broken_tier_owes_is_a_miss_for_good() -> None:
     story.facade.on_request_started("r")
     assert story.facade.lookup_state(key, "r") is BlockState.PROBING
     story.facade.step_end()
-    for message in (m.TierBroke(reason="x"), m.TierFenced(), m.TierRestarted()):
+    for message in (wire.TierBroke(reason="x"), wire.TierFenced(), wire.TierRestarted()):
         tier_of(story).inbox.post(message)
     story.runtime.cell.settle()
     assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
@@ -407,9 +407,9 @@ def test_a_restarted_tier_serves_again_and_has_nothing_until_it_says_so() -> Non
     inbox = tier_of(story).inbox
     story.facade.take_events()
     for message in (
-        m.TierBroke(reason="x"),
-        m.TierFenced(),
-        m.TierRestarted(BackendTraits(1, 1, 7)),
+        wire.TierBroke(reason="x"),
+        wire.TierFenced(),
+        wire.TierRestarted(BackendTraits(1, 1, 7)),
     ):
         inbox.post(message)
     story.runtime.cell.settle()
@@ -429,7 +429,7 @@ def test_what_a_probe_finds_in_an_unbounded_tier_is_told() -> None:
     for key in (here, away):
         story.facade.lookup_state(key, "r")
     story.facade.step_end()
-    tier_of(story).inbox.post(m.ProbeAnswer(probe=1, present=(True, False)))
+    tier_of(story).inbox.post(wire.ProbeAnswer(probe=1, present=(True, False)))
     story.runtime.cell.settle()
     events = [(each.tier, each.kind, each.keys) for each in story.facade.take_events()]
     assert events == [(0, EventKind.STORED, (here,))]
@@ -440,15 +440,15 @@ def test_what_a_tier_says_of_another_generation_says_nothing_of_this_one() -> No
     (key,) = keys_of(1)
     story.facade.reset()
     inbox = tier_of(story).inbox
-    inbox.post(m.PresenceChanged(added=(key,), removed=(), since=0))
+    inbox.post(wire.PresenceChanged(added=(key,), removed=(), since=0))
     story.runtime.cell.settle()
     assert story.runtime.primary.audit().directory.known == {}
-    inbox.post(m.PresenceChanged(added=(key,), removed=(), since=1))
+    inbox.post(wire.PresenceChanged(added=(key,), removed=(), since=1))
     story.runtime.cell.settle()
     assert set(story.runtime.primary.audit().directory.known) == {key}
     events = [(each.tier, each.kind, each.keys) for each in story.facade.take_events()]
     assert events[-1] == (0, EventKind.STORED, (key,))
-    inbox.post(m.PresenceChanged(added=(), removed=(key,), since=1))
+    inbox.post(wire.PresenceChanged(added=(), removed=(key,), since=1))
     story.runtime.cell.settle()
     assert story.runtime.primary.audit().directory.known == {}
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvtier import TierConfig
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import EventKind
 from kvtier.plugin_api.backend import BackendTraits, Outcome
@@ -155,7 +156,7 @@ def test_successes_in_between_keep_a_tier_in_use(work: str) -> None:
         elif succeeds:
             story.answer_all(Outcome.ABSENT)
         else:
-            wrong = m.ProbeAnswer(probe=last_number(story), present=(True, True))
+            wrong = wire.ProbeAnswer(probe=last_number(story), present=(True, True))
             tier_of(story).inbox.post(wrong)
             story.runtime.cell.settle()
     assert tier_statistics(story).breaker == "CLOSED"
@@ -230,11 +231,11 @@ def test_what_backends_count_grows_through_their_lives() -> None:
     story = Story()
     inbox = tier_of(story).inbox
     for message in (
-        m.Counted({"seen": 5}),
-        m.TierBroke(reason="x"),
-        m.TierFenced(),
-        m.TierRestarted(),
-        m.Counted({"seen": 6}),
+        wire.Counted({"seen": 5}),
+        wire.TierBroke(reason="x"),
+        wire.TierFenced(),
+        wire.TierRestarted(),
+        wire.Counted({"seen": 6}),
     ):
         inbox.post(message)
     story.runtime.cell.settle()
@@ -244,12 +245,12 @@ def test_what_backends_count_grows_through_their_lives() -> None:
 def test_what_goes_up_and_down_is_of_one_life_and_what_is_counted_of_all() -> None:
     story = Story()
     link_of(story).set_traits(BackendTraits(1, 1, levels=frozenset({"blocks_now"})))
-    tier_of(story).inbox.post(m.Counted({"seen": 5, "blocks_now": 3}))
+    tier_of(story).inbox.post(wire.Counted({"seen": 5, "blocks_now": 3}))
     story.runtime.cell.settle()
     seen = tier_statistics(story)
     assert seen.backend_levels == {"blocks_now"}
     assert seen.backend == {"seen": 5, "blocks_now": 3}
-    for message in (m.TierBroke(reason="x"), m.TierFenced(), m.TierRestarted()):
+    for message in (wire.TierBroke(reason="x"), wire.TierFenced(), wire.TierRestarted()):
         tier_of(story).inbox.post(message)
     story.runtime.cell.settle()
     assert tier_statistics(story).backend == {"seen": 5}, "what there is now, nobody knows yet"
@@ -293,7 +294,7 @@ def test_probes_of_a_tier_that_is_gone_are_no_late_answers_of_another_generation
     facade.reset()
     facade.lookup_state(UNKNOWN, "r")
     inbox = tier_of(story).inbox
-    inbox.post(m.TierBroke(reason="x") if how == "breaks" else m.TierFenced())
+    inbox.post(wire.TierBroke(reason="x") if how == "breaks" else wire.TierFenced())
     story.runtime.cell.settle()
     assert counts_of(story).queries == 0
     assert tier_statistics(story).probes_in_flight == 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import queue
 from typing import TYPE_CHECKING, Any
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from tests.support.patience import PATIENCE_S
 
 if TYPE_CHECKING:
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
 
 BLOCK = 4096
 
@@ -19,13 +19,13 @@ class LinkEnd:
 
     def __init__(self) -> None:
         self._messages: queue.Queue[Message] = queue.Queue()
-        self.counted: queue.Queue[m.Counted] = queue.Queue()  # comes between all others
+        self.counted: queue.Queue[wire.Counted] = queue.Queue()  # comes between all others
         self.opened = 0
 
     def post(self, message: Message) -> bool:
-        if isinstance(message, m.Counted):
+        if isinstance(message, wire.Counted):
             self.counted.put(message)
-        elif isinstance(message, m.TierOpened):
+        elif isinstance(message, wire.TierOpened):
             self.opened += 1
         else:
             self._messages.put(message)

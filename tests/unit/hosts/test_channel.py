@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, strategies
 
 from kvtier import RuntimeConfig
-from kvtier.core import driver_messages
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.engine.link.tier_link import TierLink
 from kvtier.hosts.channel import (
     DRAIN_BYTES_MAX,
@@ -32,6 +32,7 @@ from kvtier.hosts.channel import (
 )
 from kvtier.plugin_api.backend import BackendTraits, Connection, Outcome
 from kvtier.plugin_api.deadlines import NEVER
+from kvtier.tier import driver_messages
 from kvtier.tier.bounded_tier import BoundedTier
 from kvtier.tier.unbounded_tier import UnboundedTier
 
@@ -44,21 +45,21 @@ SLOTS = strategies.lists(NUMBERS, max_size=8).map(tuple)
 OUTCOMES = strategies.lists(strategies.sampled_from(Outcome), max_size=8).map(tuple)
 TEXTS = strategies.text(strategies.characters(exclude_categories=["Cs"]), max_size=20)
 SECONDS = strategies.floats(0, 1e9)
-POLICYS = (m.Victims, m.PolicyBroke, m.PolicyReturned)
+POLICYS = (m.Victims, wire.PolicyBroke, wire.PolicyReturned)
 
 TO_TIER = strategies.one_of(
     strategies.builds(Begin),
     strategies.builds(End),
-    strategies.builds(m.Probe, NUMBERS, KEYS, deadline=SECONDS | strategies.just(NEVER)),
-    strategies.builds(m.LoadJob, NUMBERS, KEYS, SLOTS),
-    strategies.builds(m.StoreJob, NUMBERS, TEXTS, KEYS, SLOTS),
-    strategies.builds(m.TouchKeys, KEYS, TEXTS),
-    strategies.builds(m.RequestEnded, TEXTS, strategies.none() | KEYS),
-    strategies.builds(m.RequestOpened, TEXTS, strategies.binary(max_size=20)),
-    strategies.builds(m.RequestClosed, TEXTS),
-    strategies.builds(m.PrefixHits, TEXTS, KEYS),
-    strategies.builds(m.BlocksMissing, TEXTS, KEYS),
-    strategies.builds(m.Tick, SECONDS),
+    strategies.builds(wire.Probe, NUMBERS, KEYS, deadline=SECONDS | strategies.just(NEVER)),
+    strategies.builds(wire.LoadJob, NUMBERS, KEYS, SLOTS),
+    strategies.builds(wire.StoreJob, NUMBERS, TEXTS, KEYS, SLOTS),
+    strategies.builds(wire.TouchKeys, KEYS, TEXTS),
+    strategies.builds(wire.RequestEnded, TEXTS, strategies.none() | KEYS),
+    strategies.builds(wire.RequestOpened, TEXTS, strategies.binary(max_size=20)),
+    strategies.builds(wire.RequestClosed, TEXTS),
+    strategies.builds(wire.PrefixHits, TEXTS, KEYS),
+    strategies.builds(wire.BlocksMissing, TEXTS, KEYS),
+    strategies.builds(wire.Tick, SECONDS),
 )
 TO_ENGINE = strategies.one_of(
     strategies.builds(
@@ -66,7 +67,7 @@ TO_ENGINE = strategies.one_of(
     ),
     strategies.builds(Refused, TEXTS, strategies.booleans()),
     strategies.builds(Opened, strategies.dictionaries(TEXTS, NUMBERS, max_size=4)),
-    strategies.builds(m.Counted, strategies.dictionaries(TEXTS, NUMBERS, max_size=4)),
+    strategies.builds(wire.Counted, strategies.dictionaries(TEXTS, NUMBERS, max_size=4)),
     strategies.builds(
         Logged,
         strategies.sampled_from(get_args(Level)),
@@ -74,13 +75,13 @@ TO_ENGINE = strategies.one_of(
         strategies.dictionaries(TEXTS, TEXTS | SECONDS | strategies.none()),
     ),
     strategies.builds(
-        m.ProbeAnswer, NUMBERS, strategies.lists(strategies.booleans(), max_size=8).map(tuple)
+        wire.ProbeAnswer, NUMBERS, strategies.lists(strategies.booleans(), max_size=8).map(tuple)
     ),
-    strategies.builds(m.JobEnded, NUMBERS, OUTCOMES, SECONDS),
-    strategies.builds(m.PresenceChanged, KEYS, KEYS),
-    strategies.builds(m.BlocksWanted, TEXTS, KEYS, NUMBERS),
-    strategies.builds(m.ConnectionChanged, strategies.sampled_from(Connection)),
-    strategies.builds(m.TierBroke, TEXTS),
+    strategies.builds(wire.JobEnded, NUMBERS, OUTCOMES, SECONDS),
+    strategies.builds(wire.PresenceChanged, KEYS, KEYS),
+    strategies.builds(wire.BlocksWanted, TEXTS, KEYS, NUMBERS),
+    strategies.builds(wire.ConnectionChanged, strategies.sampled_from(Connection)),
+    strategies.builds(wire.TierBroke, TEXTS),
 )
 
 
@@ -123,7 +124,7 @@ def test_all_messages_arrive_as_they_were_sent(there: list[Any], back: list[Any]
         came = list(pair.engine.drain())
     assert came == back
     for message in came:
-        if isinstance(message, m.JobEnded):
+        if isinstance(message, wire.JobEnded):
             assert all(type(outcome) is Outcome for outcome in message.outcomes)
 
 
@@ -131,7 +132,7 @@ def test_every_message_from_a_link_may_cross() -> None:
     """That is: what a tier understands, and is not told in its own cell."""
     nowhere: Any = None
     of_the_driver = (each for each in vars(driver_messages).values() if isinstance(each, type))
-    own = {*of_the_driver, *POLICYS, m.BlocksWanted}
+    own = {*of_the_driver, *POLICYS, wire.BlocksWanted}
     bounded, unbounded = BackendTraits(1, 1, capacity_blocks=1), BackendTraits(1, 1)
     understood = {
         *BoundedTier("t", bounded, link=nowhere, driver=nowhere, policy=nowhere).handlers,
@@ -157,11 +158,11 @@ def test_every_message_to_a_link_may_cross() -> None:
         collect_events=False,
     )
     from_the_primary_tier = {
-        *(m.GenerationBegan, m.ProbeKeys, m.Promote, m.Cascade, m.CascadeRefused),
-        *(m.RequestOpened, m.RequestClosed, m.PrefixHits, m.BlocksMissing),
-        *(m.Withdraw, m.StoresOffered, m.TouchKeys, m.RequestEnded, m.Tick),
+        *(wire.GenerationBegan, m.ProbeKeys, m.Promote, m.Cascade, m.CascadeRefused),
+        *(wire.RequestOpened, wire.RequestClosed, wire.PrefixHits, wire.BlocksMissing),
+        *(m.Withdraw, m.StoresOffered, wire.TouchKeys, wire.RequestEnded, wire.Tick),
     }
-    from_the_host = {m.TierOpened, m.TierFenced, m.TierNotRun, m.TierRestarted}
+    from_the_host = {wire.TierOpened, wire.TierFenced, wire.TierNotRun, wire.TierRestarted}
     assert {*link.handlers} - from_the_primary_tier - from_the_host <= {*ToEngine.__args__}
 
 
@@ -182,7 +183,7 @@ def test_a_frame_may_come_in_pieces(messages: list[Any], data: strategies.DataOb
 
 def test_what_the_socket_does_not_take_goes_later() -> None:
     """The scheduler never waits for a tier that reads nothing."""
-    sent = [m.StoreJob(job, "r", (bytes(36),) * 512, tuple(range(512))) for job in range(64)]
+    sent = [wire.StoreJob(job, "r", (bytes(36),) * 512, tuple(range(512))) for job in range(64)]
     came: list[Any] = []
     with Pair(buffer_bytes=1) as pair:
         for message in sent:
@@ -197,7 +198,7 @@ def test_what_the_socket_does_not_take_goes_later() -> None:
 
 def test_one_take_is_bounded(pair: Pair) -> None:
     """After an idle hour a million keys may wait; a step takes in some of them."""
-    message = m.PresenceChanged((bytes(36),) * 512, ())
+    message = wire.PresenceChanged((bytes(36),) * 512, ())
     for _ in range(100):
         pair.tier.post(message)
         pair.tier.flush()
@@ -212,7 +213,7 @@ def test_news_are_told_without_asking_the_kernel(pair: Pair) -> None:
     """Until everything has been taken: a take may leave some of what one send brought."""
     assert not pair.engine.has_news
     for _ in range(4 * DRAIN_BYTES_MAX // (36 * 512)):
-        pair.tier.post(m.PresenceChanged((bytes(36),) * 512, ()))
+        pair.tier.post(wire.PresenceChanged((bytes(36),) * 512, ()))
     came = 0
     while not (is_sent := pair.tier.flush()) or pair.engine.has_news:
         assert is_sent or pair.engine.has_news

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from msgspec.structs import fields
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.hosts import machine_time
 from kvtier.hosts.channel import ToEngine, ToTier
 from kvtier.hosts.machine_time import from_machine_time, to_machine_time
@@ -40,21 +40,21 @@ def test_a_deadline_is_as_far_away_for_the_tier_as_for_the_engine() -> None:
     kept = KeptMessages()
     to_tier = to_machine_time(kept, engine_clock)
     for deadline in (ENGINE_S + 3, NEVER):
-        to_tier.post(m.Probe(1, (b"k",), deadline=deadline))
-        to_tier.post(m.LoadJob(2, (b"k",), (0,), deadline=deadline))
-        to_tier.post(m.StoreJob(3, "r", (b"k",), (0,), deadline=deadline))
-    to_tier.post(m.Tick(ENGINE_S))
+        to_tier.post(wire.Probe(1, (b"k",), deadline=deadline))
+        to_tier.post(wire.LoadJob(2, (b"k",), (0,), deadline=deadline))
+        to_tier.post(wire.StoreJob(3, "r", (b"k",), (0,), deadline=deadline))
+    to_tier.post(wire.Tick(ENGINE_S))
     *sent, tick = kept.messages
     assert [each.deadline for each in sent] == [MACHINE_S + 3] * 3 + [NEVER] * 3
-    assert tick == m.Tick(ENGINE_S)
+    assert tick == wire.Tick(ENGINE_S)
 
 
 @pytest.mark.parametrize(("at", "seen"), [(MACHINE_S - 2, ENGINE_S - 2), (0.0, 0.0)])
 def test_a_job_has_ended_as_long_ago_for_the_engine_as_for_the_tier(at: float, seen: float) -> None:
     """0.0 is no time: the tier does not know."""
     kept = KeptMessages()
-    from_machine_time(kept, engine_clock).post(m.JobEnded(1, (), 0.5, at))
-    assert kept.messages == [m.JobEnded(1, (), 0.5, seen)]
+    from_machine_time(kept, engine_clock).post(wire.JobEnded(1, (), 0.5, at))
+    assert kept.messages == [wire.JobEnded(1, (), 0.5, seen)]
 
 
 def test_an_engine_on_the_clock_of_its_machine_pays_nothing() -> None:

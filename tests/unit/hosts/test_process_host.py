@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from structlog.testing import capture_logs
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.errors import ConfigError
 from kvtier.hosts import process_host
 from kvtier.hosts.channel import Channel, NoMessage
@@ -36,7 +36,7 @@ from tests.support.patience import PATIENCE_S, looks, until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
 
 pytestmark = pytest.mark.slow
 
@@ -79,11 +79,11 @@ class Bench:
 
     def post(self, message: Message) -> bool:
         """Stand where the link's inbox is."""
-        if isinstance(message, m.Counted):
+        if isinstance(message, wire.Counted):
             self.counted = message.counters
-        elif isinstance(message, m.TierOpened):
+        elif isinstance(message, wire.TierOpened):
             self.opened += 1
-        elif isinstance(message, m.TierNotRun):  # as the machine is busy
+        elif isinstance(message, wire.TierNotRun):  # as the machine is busy
             self.not_run_s += message.seconds
         else:
             self._messages.put(message)
@@ -109,12 +109,12 @@ class Bench:
         return message
 
     def store(self, keys: tuple[bytes, ...], slots: tuple[int, ...], job: int = 1) -> Any:
-        assert self.host.post(m.StoreJob(job=job, request="r", keys=keys, slots=slots))
-        return self.next_of(m.JobEnded)
+        assert self.host.post(wire.StoreJob(job=job, request="r", keys=keys, slots=slots))
+        return self.next_of(wire.JobEnded)
 
     def load(self, keys: tuple[bytes, ...], slots: tuple[int, ...], job: int = 2) -> Any:
-        assert self.host.post(m.LoadJob(job=job, keys=keys, slots=slots))
-        return self.next_of(m.JobEnded)
+        assert self.host.post(wire.LoadJob(job=job, keys=keys, slots=slots))
+        return self.next_of(wire.JobEnded)
 
     def fill(self) -> None:
         for slot in range(SLOTS):
@@ -123,8 +123,8 @@ class Bench:
     def until_it_has(self, keys: tuple[bytes, ...]) -> None:
         """Wait until the tier says that it has these: after a start it tells bit by bit."""
         for _ in looks(lambda: "it never had them"):
-            assert self.host.post(m.Probe(probe=1, keys=keys))
-            if all(self.next_of(m.ProbeAnswer).present):
+            assert self.host.post(wire.Probe(probe=1, keys=keys))
+            if all(self.next_of(wire.ProbeAnswer).present):
                 return
 
 
@@ -182,11 +182,11 @@ def test_the_link_is_told_of_time_for_which_a_process_that_owes_an_answer_is_not
     bench.host.poll()
     bench.host.poll()
     assert bench.not_run_s == 0.0
-    assert bench.host.post(m.Probe(probe=1, keys=KEYS[:1]))  # not sent yet
+    assert bench.host.post(wire.Probe(probe=1, keys=KEYS[:1]))  # not sent yet
     bench.host.poll()
     bench.host.poll()
     assert bench.not_run_s == 1.0
-    bench.next_of(m.ProbeAnswer)
+    bench.next_of(wire.ProbeAnswer)
     bench.load(KEYS[:1], (0,))
     bench.store(KEYS[:1], (0,))
     told_s = bench.not_run_s
@@ -267,10 +267,10 @@ def test_a_killed_process_is_followed_by_another_that_has_what_was_stored(
     assert bench.opened == 1
     first = bench.pid
     os.kill(first, signal.SIGKILL)
-    assert bench.next_of(m.TierBroke) == m.TierBroke(reason="was killed by signal 9")
-    assert isinstance(bench.next(), m.TierFenced)
+    assert bench.next_of(wire.TierBroke) == wire.TierBroke(reason="was killed by signal 9")
+    assert isinstance(bench.next(), wire.TierFenced)
     assert has_ended(first)
-    assert isinstance(bench.next(), m.TierRestarted)
+    assert isinstance(bench.next(), wire.TierRestarted)
     bench.until_it_has(KEYS)
     assert bench.load(KEYS[:2], (8, 9)).outcomes == (Outcome.DONE,) * 2
     assert bytes(bench.memory.view(9)) == b"\x02" * BLOCK
@@ -282,8 +282,8 @@ def test_a_cut_off_tier_takes_no_message(benches: list[Bench]) -> None:
     bench = Bench(memory_tier())
     benches.append(bench)
     os.kill(bench.pid, signal.SIGKILL)
-    bench.next_of(m.TierFenced)
-    bench.next_of(m.TierRestarted)
+    bench.next_of(wire.TierFenced)
+    bench.next_of(wire.TierRestarted)
     assert bench.load(KEYS[:1], (0,)).outcomes == (Outcome.ABSENT,)
 
 
@@ -301,9 +301,9 @@ def test_a_backend_that_cannot_be_opened_is_cut_off_and_heals_by_itself(
     monkeypatch.setattr(TierProcess, "start", start)
     bench = Bench(disk_tier(path))
     benches.append(bench)
-    assert "No such file" in bench.next_of(m.TierBroke).reason
-    assert isinstance(bench.next(), m.TierFenced)
-    assert isinstance(bench.next(), m.TierRestarted)
+    assert "No such file" in bench.next_of(wire.TierBroke).reason
+    assert isinstance(bench.next(), wire.TierFenced)
+    assert isinstance(bench.next(), wire.TierRestarted)
     assert bench.store(KEYS[:1], (0,)).outcomes == (Outcome.DONE,)
 
 
@@ -329,12 +329,12 @@ def test_a_tier_that_does_not_come_back_says_why_once(
     path.write_text("a file in the way")
     with capture_logs() as lines:
         os.kill(bench.pid, signal.SIGKILL)
-        bench.next_of(m.TierFenced)
+        bench.next_of(wire.TierFenced)
         until(lambda: tries.count(False) >= 3)
         with mending:
             path.unlink()
             (tmp_path / "elsewhere").rename(path)
-        bench.next_of(m.TierRestarted)
+        bench.next_of(wire.TierRestarted)
     killed, in_the_way = [line["error"] for line in lines if line["event"] == "tier broke"]
     assert killed == "was killed by signal 9"
     assert str(path) in in_the_way
@@ -348,7 +348,7 @@ def test_a_stopped_process_is_not_waited_for_and_is_killed_at_the_end() -> None:
     os.kill(bench.pid, signal.SIGSTOP)
     keys = (bytes(36),) * 512
     taken = 0
-    while bench.host.post(m.Probe(probe=taken, keys=keys)):
+    while bench.host.post(wire.Probe(probe=taken, keys=keys)):
         bench.host.wake()
         bench.host.poll()
         taken += 1
@@ -364,9 +364,9 @@ def test_close_ends_what_was_begun(tmp_path: Path, benches: list[Bench]) -> None
     bench = Bench(disk_tier(tmp_path / "kv"))
     bench.fill()
     for slot, key in enumerate(KEYS):
-        assert bench.host.post(m.StoreJob(job=slot, request="r", keys=(key,), slots=(slot,)))
+        assert bench.host.post(wire.StoreJob(job=slot, request="r", keys=(key,), slots=(slot,)))
     assert bench.host.close(PATIENCE_S) is True
-    assert not bench.host.post(m.Probe(probe=1, keys=KEYS))
+    assert not bench.host.post(wire.Probe(probe=1, keys=KEYS))
     again = Bench(disk_tier(tmp_path / "kv"))
     benches.append(again)
     again.until_it_has(KEYS)
@@ -396,11 +396,11 @@ def test_a_process_that_sends_rubbish_is_killed_and_replaced(
         raise NoMessage("truncated")
 
     monkeypatch.setattr(Channel, "drain", rubbish)
-    assert bench.host.post(m.Probe(probe=1, keys=KEYS[:1]))  # so that something comes
-    assert "sent what is no message: truncated" in bench.next_of(m.TierBroke).reason
-    assert isinstance(bench.next_of(m.TierFenced), m.TierFenced)
+    assert bench.host.post(wire.Probe(probe=1, keys=KEYS[:1]))  # so that something comes
+    assert "sent what is no message: truncated" in bench.next_of(wire.TierBroke).reason
+    assert isinstance(bench.next_of(wire.TierFenced), wire.TierFenced)
     assert has_ended(first)
-    assert isinstance(bench.next_of(m.TierRestarted), m.TierRestarted)
+    assert isinstance(bench.next_of(wire.TierRestarted), wire.TierRestarted)
 
 
 def test_its_log_lines_and_its_counts_reach_the_engine(
@@ -497,7 +497,7 @@ def test_a_tier_outlives_the_thread_that_started_it(tmp_path: Path, benches: lis
     bench.fill()
     assert set(bench.store(KEYS, tuple(range(SLOTS))).outcomes) == {Outcome.DONE}
     os.kill(first, signal.SIGKILL)
-    bench.next_of(m.TierRestarted)  # by another thread
+    bench.next_of(wire.TierRestarted)  # by another thread
     bench.until_it_has(KEYS)
     assert bench.pid != first
 
@@ -539,5 +539,5 @@ def test_a_new_process_that_speaks_another_language_is_tried_again(
 
     monkeypatch.setattr(process_host._Child, "wait_until_ready", wait_until_ready)
     os.kill(bench.pid, signal.SIGKILL)
-    bench.next_of(m.TierRestarted)
+    bench.next_of(wire.TierRestarted)
     assert len(tried) == 3

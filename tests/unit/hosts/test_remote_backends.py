@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.plugin_api.backend import Connection, Outcome
 from kvtier.plugin_api.deadlines import NEVER, time_left_s
 from tests.support.patience import PATIENCE_S
@@ -65,7 +65,7 @@ def remote_of(bench: Bench) -> Remote:
 
 def hear_of_the_connection(bench: Bench) -> None:
     for state in (Connection.CONNECTING, Connection.UP):
-        assert bench.link.next() == m.ConnectionChanged(state)
+        assert bench.link.next() == wire.ConnectionChanged(state)
 
 
 def test_the_link_hears_of_the_connection_and_all_slots_are_registered_once(bench: Bench) -> None:
@@ -80,11 +80,11 @@ def test_the_link_hears_of_the_connection_and_all_slots_are_registered_once(benc
 def test_each_call_is_told_how_long_anybody_waits_for_it(bench: Bench) -> None:
     """One whose time is over is called all the same: it has to release its slots."""
     hear_of_the_connection(bench)
-    bench.post(m.Probe(1, (b"a",), deadline=FAR_S))
+    bench.post(wire.Probe(1, (b"a",), deadline=FAR_S))
     bench.link.next()
-    bench.post(m.StoreJob(2, "r", (b"a",), (0,), deadline=0.0))
+    bench.post(wire.StoreJob(2, "r", (b"a",), (0,), deadline=0.0))
     bench.link.next()
-    bench.post(m.LoadJob(3, (b"a",), (1,)))
+    bench.post(wire.LoadJob(3, (b"a",), (1,)))
     bench.link.next()
     probe_s, store_s, load_s = remote_of(bench).time_left
     assert 0 < probe_s <= FAR_S

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.errors import ConfigError, StorageUnusable, StoreFault
 from kvtier.hosts.choose import make_host
 from kvtier.hosts.thread_host import TierThread
@@ -130,11 +130,11 @@ def test_a_backend_that_was_late_is_used_and_no_second_one_is_made(
     host, link = host_of(monkeypatch, late, start_timeout_s=0.01, on_unusable="skip")
     host.start()
     may_go_on.set()
-    while not any(isinstance(message, m.TierRestarted) for message in link.messages):
+    while not any(isinstance(message, wire.TierRestarted) for message in link.messages):
         assert host._thread.is_alive()
     assert host.close(PATIENCE_S)
     assert made == [1]
-    assert [type(message) for message in link.messages[:2]] == [m.TierBroke, m.TierFenced]
+    assert [type(message) for message in link.messages[:2]] == [wire.TierBroke, wire.TierFenced]
 
 
 @pytest.mark.parametrize(

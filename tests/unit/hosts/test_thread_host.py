@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
-from kvtier.core import messages as m
-from kvtier.core import tier_host
+from kvtier.core import tier_host, wire
 from kvtier.hosts import thread_host
 from kvtier.hosts.thread_host import TierThread
 from kvtier.plugin_api.backend import (
@@ -28,6 +27,7 @@ from kvtier.plugin_api.backend import (
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.policies.eviction.lru import LRUPolicy
 from kvtier.settings.runtime_config import TierConfig
+from kvtier.tier import driver_messages as d
 from kvtier.tier.backend_driver import BackendDriver
 from tests.support.patience import PATIENCE_S
 from tests.unit.hosts._link_end import BLOCK, LinkEnd
@@ -35,7 +35,7 @@ from tests.unit.hosts._link_end import BLOCK, LinkEnd
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
 
 GIVEN_UP_S = 0.05  #: what hangs in a test hangs for good
 
@@ -101,20 +101,20 @@ class Bench:
     def fill(self, slot: int, byte: int) -> None:
         self.memory.view(slot)[:] = bytes([byte]) * BLOCK
 
-    def post(self, message: m.Message) -> bool:
+    def post(self, message: wire.Message) -> bool:
         """Send a message as the facade does: post it, and wake the cell."""
         taken = self.cell.post(message)
         self.cell.wake()
         return taken
 
     def store(self, keys: tuple[bytes, ...], slots: tuple[int, ...], job: int = 1) -> Any:
-        assert self.post(m.StoreJob(job=job, request="r", keys=keys, slots=slots))
+        assert self.post(wire.StoreJob(job=job, request="r", keys=keys, slots=slots))
         return self.link.next()
 
     def load(self, keys: tuple[bytes, ...], slots: tuple[int, ...], job: int = 2) -> Any:
-        assert self.post(m.LoadJob(job=job, keys=keys, slots=slots))
+        assert self.post(wire.LoadJob(job=job, keys=keys, slots=slots))
         ended = self.link.next()
-        if isinstance(ended, m.PresenceChanged):  # first what the load has found to be gone
+        if isinstance(ended, wire.PresenceChanged):  # first what the load has found to be gone
             ended = self.link.next()
         return ended
 
@@ -183,8 +183,8 @@ def test_a_backend_that_raises_fails_its_blocks_and_nothing_else(benches: list[B
     benches.append(bench)
     assert bench.store((b"a",), (0,)).outcomes == (Outcome.FAILED,)
     assert bench.load((b"a",), (0,)).outcomes == (Outcome.FAILED,)
-    assert bench.post(m.Probe(probe=9, keys=(b"a",)))
-    assert bench.link.next() == m.ProbeAnswer(probe=9, present=(False,))
+    assert bench.post(wire.Probe(probe=9, keys=(b"a",)))
+    assert bench.link.next() == wire.ProbeAnswer(probe=9, present=(False,))
 
 
 class Miscounting(DictBackend):
@@ -220,7 +220,7 @@ def test_stores_go_on_while_a_load_hangs(benches: list[Bench]) -> None:
     backend = HangingLoads()
     bench = Bench(backend)
     benches.append(bench)
-    assert bench.post(m.LoadJob(job=5, keys=(b"a",), slots=(0,)))
+    assert bench.post(wire.LoadJob(job=5, keys=(b"a",), slots=(0,)))
     assert backend.hangs.wait(PATIENCE_S)
     assert bench.store((b"b",), (1,), job=6).job == 6
 
@@ -229,7 +229,7 @@ def test_close_does_not_wait_for_a_hung_tier_and_says_that_memory_is_in_use() ->
     """Promise 7. The caller must leave the slots mapped: a thread may still write them."""
     backend = HangingLoads()
     bench = Bench(backend)
-    assert bench.post(m.LoadJob(job=5, keys=(b"a",), slots=(0,)))
+    assert bench.post(wire.LoadJob(job=5, keys=(b"a",), slots=(0,)))
     assert backend.hangs.wait(PATIENCE_S)
     assert bench.cell.close(GIVEN_UP_S) is False
 
@@ -267,12 +267,12 @@ def test_close_ends_what_was_begun() -> None:
     bench = Bench(backend)
     for number in range(8):
         assert bench.post(
-            m.StoreJob(job=number, request="r", keys=(bytes([number]),), slots=(number,))
+            wire.StoreJob(job=number, request="r", keys=(bytes([number]),), slots=(number,))
         )
     assert bench.cell.close(PATIENCE_S) is True
     assert len(backend.blocks) == 8
     assert backend.closed.is_set()
-    assert not bench.post(m.Probe(probe=1, keys=(b"a",)))
+    assert not bench.post(wire.Probe(probe=1, keys=(b"a",)))
 
 
 def test_close_waits_for_a_call_that_ends_after_its_backend() -> None:
@@ -309,7 +309,7 @@ def test_a_backend_that_cannot_be_opened_is_cut_off_and_heals_by_itself(
     bench = Bench(OpensLater(3))
     benches.append(bench)
     kinds = [type(bench.link.next()) for _ in range(7)]
-    assert kinds == [m.TierBroke, m.TierFenced] * 3 + [m.TierRestarted]
+    assert kinds == [wire.TierBroke, wire.TierFenced] * 3 + [wire.TierRestarted]
     assert bench.store((b"a",), (0,)).outcomes == (Outcome.DONE,)
     assert bench.link.opened == 0, "the restart was told"
 
@@ -329,8 +329,8 @@ def test_a_cell_that_broke_is_fenced_once_none_of_its_threads_is_busy(
     backend = EndsLate(1)
     bench = Bench(backend)
     benches.append(bench)
-    assert isinstance(bench.link.next(), m.TierBroke)
-    assert isinstance(bench.link.next(), m.TierFenced)
+    assert isinstance(bench.link.next(), wire.TierBroke)
+    assert isinstance(bench.link.next(), wire.TierFenced)
     assert backend.looks == 3
 
 
@@ -344,11 +344,11 @@ def test_an_actor_that_raises_takes_down_its_own_tier_only(
         "kvtier.tier.unbounded_tier.UnboundedTier._start_batches",
         lambda _self: (_ for _ in ()).throw(RuntimeError("a bug")),
     )
-    assert bench.post(m.LoadJob(job=7, keys=(b"a",), slots=(1,)))
-    assert bench.link.next() == m.TierBroke(reason="RuntimeError: a bug")
-    assert isinstance(bench.link.next(), m.TierFenced)
+    assert bench.post(wire.LoadJob(job=7, keys=(b"a",), slots=(1,)))
+    assert bench.link.next() == wire.TierBroke(reason="RuntimeError: a bug")
+    assert isinstance(bench.link.next(), wire.TierFenced)
     monkeypatch.undo()
-    assert isinstance(bench.link.next(), m.TierRestarted)
+    assert isinstance(bench.link.next(), wire.TierRestarted)
     assert bench.link.opened == 1, "at the start"
     assert bench.load((b"a",), (2,), job=8).outcomes == (Outcome.DONE,)
 
@@ -360,7 +360,7 @@ def test_a_full_mailbox_refuses(benches: list[Bench]) -> None:
 
     bench = Bench(NeverOpens())
     benches.append(bench)
-    taken = [bench.post(m.Probe(probe=number, keys=(b"a",))) for number in range(20)]
+    taken = [bench.post(wire.Probe(probe=number, keys=(b"a",))) for number in range(20)]
     assert taken == [True] * 16 + [False] * 4
 
 
@@ -372,14 +372,14 @@ def test_a_tier_with_a_capacity_keeps_to_it_and_says_what_it_dropped(
     benches.append(bench)
     keys = tuple(bytes([number]) for number in range(4))
     assert bench.store(keys, (0, 1, 2, 3), job=1).outcomes == (Outcome.DONE,) * 4
-    assert bench.post(m.StoreJob(job=2, request="r", keys=(b"x", b"y"), slots=(4, 5)))
+    assert bench.post(wire.StoreJob(job=2, request="r", keys=(b"x", b"y"), slots=(4, 5)))
     dropped: list[bytes] = []
-    while not isinstance(message := bench.link.next(), m.JobEnded):
+    while not isinstance(message := bench.link.next(), wire.JobEnded):
         dropped += message.removed
     assert message.outcomes == (Outcome.DONE,) * 2
     assert dropped == [keys[3], keys[2]], "tails go before heads"
     assert set(backend.blocks) == {keys[0], keys[1], b"x", b"y"}
-    assert bench.post(m.Probe(probe=3, keys=(keys[0], keys[3])))
+    assert bench.post(wire.Probe(probe=3, keys=(keys[0], keys[3])))
     assert bench.link.next().present == (True, False)
 
 
@@ -429,9 +429,9 @@ def test_a_panic_of_the_cell_is_a_broken_tier(benches: list[Bench]) -> None:
 
     bench = Bench(Panics(1))
     benches.append(bench)
-    assert bench.link.next() == m.TierBroke(reason="Panic: at the disco")
-    assert isinstance(bench.link.next(), m.TierFenced)
-    assert isinstance(bench.link.next(), m.TierRestarted)
+    assert bench.link.next() == wire.TierBroke(reason="Panic: at the disco")
+    assert isinstance(bench.link.next(), wire.TierFenced)
+    assert isinstance(bench.link.next(), wire.TierRestarted)
 
 
 def test_a_log_that_cannot_be_written_stops_nobody(
@@ -446,7 +446,7 @@ def test_a_log_that_cannot_be_written_stops_nobody(
     bench = Bench(OpensLater(2))
     benches.append(bench)
     kinds = [type(bench.link.next()) for _ in range(5)]
-    assert kinds == [m.TierBroke, m.TierFenced] * 2 + [m.TierRestarted]
+    assert kinds == [wire.TierBroke, wire.TierFenced] * 2 + [wire.TierRestarted]
 
 
 @pytest.mark.anyio
@@ -470,6 +470,6 @@ async def test_contents_are_told_only_as_fast_as_the_link_takes_them() -> None:
         "1:test", Full(), SlotMemory.anonymous(1, BLOCK), told.append, may_announce
     )
     await driver.announce_contents()
-    assert told.pop() == m.ContentsAnnounced()
+    assert told.pop() == d.ContentsAnnounced()
     assert (len(told), asked) == (3, 6)
     driver.stop()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from structlog.testing import capture_logs
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.errors import ConfigError, StorageUnusable
 from kvtier.hosts import process_host, thread_host
 from kvtier.hosts.choose import make_host
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kvtier.core.messages import Message
     from kvtier.core.tier_host import TierHost
+    from kvtier.core.wire import Message
 
 BLOCK = 8192
 SLOTS = 8
@@ -134,10 +134,10 @@ class Bench:
         """Have blocks go there and come back."""
         for slot in range(4):
             self.memory.view(slot)[:] = bytes([slot + 1]) * BLOCK
-        assert self.host.post(m.StoreJob(job=1, request="r", keys=KEYS, slots=(0, 1, 2, 3)))
-        assert self.next_of(m.JobEnded).outcomes == (Outcome.DONE,) * 4
-        assert self.host.post(m.LoadJob(job=2, keys=KEYS[:1], slots=(4,)))
-        assert self.next_of(m.JobEnded).outcomes == (Outcome.DONE,)
+        assert self.host.post(wire.StoreJob(job=1, request="r", keys=KEYS, slots=(0, 1, 2, 3)))
+        assert self.next_of(wire.JobEnded).outcomes == (Outcome.DONE,) * 4
+        assert self.host.post(wire.LoadJob(job=2, keys=KEYS[:1], slots=(4,)))
+        assert self.next_of(wire.JobEnded).outcomes == (Outcome.DONE,)
         assert bytes(self.memory.view(4)) == b"\x01" * BLOCK
 
 
@@ -172,12 +172,12 @@ def test_an_engine_may_start_without_it_and_takes_it_up_when_it_comes_back(
         try:
             assert bench.host.traits is None
             bench.host.start()
-            assert "has not answered for start_timeout_s=" in bench.next_of(m.TierBroke).reason
-            bench.next_of(m.TierFenced)
-            assert not bench.host.post(m.Probe(probe=1, keys=KEYS))
+            assert "has not answered for start_timeout_s=" in bench.next_of(wire.TierBroke).reason
+            bench.next_of(wire.TierFenced)
+            assert not bench.host.post(wire.Probe(probe=1, keys=KEYS))
             folder.wait_until_something_hangs()
             folder.heal()
-            traits = bench.next_of(m.TierRestarted).traits
+            traits = bench.next_of(wire.TierRestarted).traits
             assert (traits.capacity_blocks is not None) is (kind == "disk")
             bench.store_and_load()
         finally:
@@ -200,9 +200,9 @@ def test_storage_in_trouble_is_refused_or_taken_up_later(
     bench = Bench(options_of(kind, cell, folder, on_unusable="skip"))
     try:
         bench.host.start()
-        bench.next_of(m.TierBroke)
+        bench.next_of(wire.TierBroke)
         folder.heal()
-        bench.next_of(m.TierRestarted)
+        bench.next_of(wire.TierRestarted)
         bench.store_and_load()
     finally:
         folder.heal()
@@ -231,7 +231,7 @@ def test_closing_a_tier_that_never_came_back_is_quick_and_leaves_nothing_at_the_
     options = options_of(kind, cell, folder, start_timeout_s=START_S[cell], on_unusable="skip")
     bench = Bench(options)
     bench.host.start()
-    bench.next_of(m.TierFenced)
+    bench.next_of(wire.TierFenced)
     bench.host.ask_to_end()
     bench.host.give_up()
     assert bench.host.wait_until_ended(PATIENCE_S)
@@ -250,7 +250,7 @@ def test_closing_over_a_load_that_hangs_ends_and_says_that_the_memory_is_in_use(
     try:
         bench.store_and_load()
         folder.hang()
-        assert bench.host.post(m.LoadJob(job=3, keys=KEYS[:1], slots=(5,)))
+        assert bench.host.post(wire.LoadJob(job=3, keys=KEYS[:1], slots=(5,)))
         bench.host.wake()
         folder.wait_until_something_hangs()
         assert not bench.host.close(GIVEN_UP_S)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from structlog.testing import capture_logs
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.hosts import process_host, thread_host
 from kvtier.hosts.choose import make_host
 from kvtier.hosts.process_host import TierProcess
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kvtier.core.messages import Message
     from kvtier.core.tier_host import TierHost
+    from kvtier.core.wire import Message
 
 BLOCK = 8192
 KEYS = tuple(bytes([number]) * 36 for number in range(2))
@@ -84,8 +84,8 @@ class Bench:
         return found[0]
 
     def store(self) -> tuple[Outcome, ...]:
-        assert self.host.post(m.StoreJob(job=1, request="r", keys=KEYS, slots=(0, 1)))
-        outcomes: tuple[Outcome, ...] = self.next_of(m.JobEnded).outcomes
+        assert self.host.post(wire.StoreJob(job=1, request="r", keys=KEYS, slots=(0, 1)))
+        outcomes: tuple[Outcome, ...] = self.next_of(wire.JobEnded).outcomes
         return outcomes
 
     def break_down(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +96,8 @@ class Bench:
         with monkeypatch.context() as patch:
             for kind in (BoundedTier, UnboundedTier):
                 patch.setattr(kind, "receive", raise_a_bug, raising=False)
-            assert self.host.post(m.Tick(now=0.0))
-            self.next_of(m.TierBroke)
+            assert self.host.post(wire.Tick(now=0.0))
+            self.next_of(wire.TierBroke)
 
 
 @pytest.mark.parametrize("kind", ["fs", "disk"])
@@ -121,7 +121,7 @@ def test_a_tier_that_is_restarted_writes_nothing_to_a_bare_mount_point(
         assert list(folder.path.iterdir()) == []
         again = FuseFolder(folder.source, folder.path)
         try:
-            bench.next_of(m.TierRestarted)
+            bench.next_of(wire.TierRestarted)
             assert bench.store() == (Outcome.DONE,) * 2
             assert bench.host.close(PATIENCE_S)
         finally:

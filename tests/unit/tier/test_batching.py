@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.tier.batching import BatchQueue, BlockBatch, TierJob
 
 
@@ -13,7 +13,7 @@ def keys(count: int, name: str = "k") -> tuple[bytes, ...]:
 
 def job(*given_keys: bytes, number: int = 1) -> TierJob:
     slots = tuple(range(len(given_keys)))
-    return TierJob(m.StoreJob(job=number, request="r", keys=given_keys, slots=slots))
+    return TierJob(wire.StoreJob(job=number, request="r", keys=given_keys, slots=slots))
 
 
 def start_all(queue: BatchQueue) -> list[BlockBatch]:

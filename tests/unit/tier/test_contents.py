@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.hosts.thread_host import TierThread
 from kvtier.plugin_api.backend import (
     Backend,
@@ -24,6 +24,7 @@ from kvtier.plugin_api.backend import (
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.policies.eviction.lru import LRUPolicy
 from kvtier.settings.runtime_config import TierConfig
+from kvtier.tier import driver_messages as d
 from kvtier.tier.backend_driver import CONTENTS_A_PAUSE, BackendDriver
 from kvtier.tier.leftovers import REMOVE_BLOCKS_MAX, Leftovers
 from tests.support.patience import PATIENCE_S
@@ -134,7 +135,9 @@ class Bench:
     def post_store(self, text: str) -> int:
         self.jobs += 1
         stored = keys(text)
-        job = m.StoreJob(job=self.jobs, request="r", keys=stored, slots=tuple(range(len(stored))))
+        job = wire.StoreJob(
+            job=self.jobs, request="r", keys=stored, slots=tuple(range(len(stored)))
+        )
         assert self.cell.post(job)
         self.cell.wake()
         return self.jobs
@@ -142,13 +145,13 @@ class Bench:
     def post_load(self, text: str) -> int:
         self.jobs += 1
         wanted = keys(text)
-        assert self.cell.post(m.LoadJob(self.jobs, wanted, tuple(range(len(wanted)))))
+        assert self.cell.post(wire.LoadJob(self.jobs, wanted, tuple(range(len(wanted)))))
         self.cell.wake()
         return self.jobs
 
     def ended(self, job: int) -> tuple[Outcome, ...]:
-        while not isinstance(said := self.link.next(), m.JobEnded) or said.job != job:
-            assert not isinstance(said, m.TierBroke), said.reason
+        while not isinstance(said := self.link.next(), wire.JobEnded) or said.job != job:
+            assert not isinstance(said, wire.TierBroke), said.reason
         return tuple(said.outcomes)
 
     def store(self, text: str) -> tuple[Outcome, ...]:
@@ -157,9 +160,9 @@ class Bench:
     def counted(self) -> set[bytes]:
         """What the tier counts: it is asked, as its link would."""
         every = keys("abcdefghijklmnopqrstuvwxyz")
-        assert self.cell.post(m.Probe(probe=1, keys=every))
+        assert self.cell.post(wire.Probe(probe=1, keys=every))
         self.cell.wake()
-        while not isinstance(said := self.link.next(), m.ProbeAnswer):
+        while not isinstance(said := self.link.next(), wire.ProbeAnswer):
             pass
         return {key for key, is_there in zip(every, said.present, strict=True) if is_there}
 
@@ -276,17 +279,17 @@ async def test_what_was_removed_before_it_was_told_is_not_told() -> None:
     driver, told = await driver_over(Shelf("abcdef"))
     async with asyncio.TaskGroup() as tasks:
         driver.begin(tasks)
-        driver.receive(m.RemoveBatch(batch=1, keys=keys("ade")))
+        driver.receive(d.RemoveBatch(batch=1, keys=keys("ade")))
         driver.report_lost(keys("f"))
     async with asyncio.TaskGroup() as tasks:
         driver.begin(tasks)
-        driver.receive(m.StoreBatch(batch=2, keys=keys("e"), slots=(0,), remove=keys("b")))
+        driver.receive(d.StoreBatch(batch=2, keys=keys("e"), slots=(0,), remove=keys("b")))
     await driver.announce_contents()
     found = [
-        key for message in told if isinstance(message, m.ContentsFound) for key in message.keys
+        key for message in told if isinstance(message, d.ContentsFound) for key in message.keys
     ]
     assert set(found) == set(keys("ce"))
-    assert [message.outcomes for message in told if isinstance(message, m.BatchEnded)] == [
+    assert [message.outcomes for message in told if isinstance(message, d.BatchEnded)] == [
         (DONE,) * 3,
         (DONE,),
     ]
@@ -324,13 +327,13 @@ async def test_what_is_asked_for_is_reported_before_the_rest() -> None:
         told.clear()
         async with asyncio.TaskGroup() as tasks:
             driver.begin(tasks)
-            driver.receive(m.ProbeBatch(batch=batch, keys=keys(text)))
-        return [each if isinstance(each, m.ContentsFound) else each.outcomes for each in told]
+            driver.receive(d.ProbeBatch(batch=batch, keys=keys(text)))
+        return [each if isinstance(each, d.ContentsFound) else each.outcomes for each in told]
 
     driver.report_lost(keys("b"))
-    assert await ask(1, "aby") == [m.ContentsFound(keys("a")), (DONE, DONE, Outcome.ABSENT)]
+    assert await ask(1, "aby") == [d.ContentsFound(keys("a")), (DONE, DONE, Outcome.ABSENT)]
     await driver.announce_contents()
-    assert isinstance(told[-1], m.ContentsAnnounced)
+    assert isinstance(told[-1], d.ContentsAnnounced)
     assert await ask(2, "aby") == [(DONE, DONE, Outcome.ABSENT)]
     driver.stop()
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.core import messages as m
 from kvtier.plugin_api import backend as port
 from kvtier.plugin_api.backend import DIGEST_STEP_BYTES, Outcome, block_digest
 from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.tier import driver_messages as d
 from kvtier.tier.backend_driver import FREE_DIGEST_BYTES_MIN, BackendDriver
 from kvtier_backends.memory import MemoryBackend
 
@@ -65,14 +65,14 @@ async def test_large_blocks_are_digested_without_the_gil_where_no_scheduler_want
         "1:memory", backend, memory, told.append, beside_scheduler=beside_scheduler
     )
     batches = (
-        m.StoreBatch(batch=1, keys=(b"k" * 32,), slots=(0,), remove=()),
-        m.LoadBatch(batch=2, keys=(b"k" * 32,), slots=(1,)),
+        d.StoreBatch(batch=1, keys=(b"k" * 32,), slots=(0,), remove=()),
+        d.LoadBatch(batch=2, keys=(b"k" * 32,), slots=(1,)),
     )
     for batch in batches:
         async with asyncio.TaskGroup() as tasks:
             driver.begin(tasks)
             driver.receive(batch)
-    ends = [message.outcomes for message in told if isinstance(message, m.BatchEnded)]
+    ends = [message.outcomes for message in told if isinstance(message, d.BatchEnded)]
     assert ends == [(Outcome.DONE,)] * 2
     assert memory.view(1) == memory.view(0)
     if frees_gil:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.core import messages as m
+from kvtier.tier import driver_messages as d
 from tests.unit.tier.test_secondary_tier import Bench, keys
 
 CAPACITIES = [None, 64]
@@ -13,10 +13,10 @@ CAPACITIES = [None, 64]
 def under_way(bench: Bench) -> dict[str, int]:
     """Return how many calls of each kind run."""
     kinds = [type(batch) for batch in bench.tier.batches]
-    return {"loads": kinds.count(m.LoadBatch), "stores": kinds.count(m.StoreBatch)}
+    return {"loads": kinds.count(d.LoadBatch), "stores": kinds.count(d.StoreBatch)}
 
 
-def end(bench: Bench, kind: type[m.LoadBatch | m.StoreBatch]) -> None:
+def end(bench: Bench, kind: type[d.LoadBatch | d.StoreBatch]) -> None:
     """End the call of that kind that began first."""
     first = next(i for i, batch in enumerate(bench.tier.batches) if isinstance(batch, kind))
     bench.answer(batch=first)
@@ -29,7 +29,7 @@ def test_beside_a_load_a_quarter_of_the_stores_goes_on(capacity: int | None) -> 
     for number in range(8):
         bench.store(*keys(1, f"{number}:"))
     assert under_way(bench) == {"loads": 1, "stores": 2}
-    end(bench, m.LoadBatch)
+    end(bench, d.LoadBatch)
     assert under_way(bench) == {"loads": 0, "stores": 8}
 
 
@@ -41,7 +41,7 @@ def test_stores_that_began_before_a_load_count_towards_their_share(capacity: int
     bench.load(*keys(1, "l"))
     assert under_way(bench) == {"loads": 1, "stores": 8}
     for left in (7, 6, 5, 4, 3, 2, 2, 2, 1):
-        end(bench, m.StoreBatch)
+        end(bench, d.StoreBatch)
         assert under_way(bench)["stores"] == left
 
 
@@ -54,10 +54,10 @@ def test_under_loads_without_end_every_store_has_its_turn_in_order() -> None:
         bench.store(*keys(16, f"{number}:"))
     for _ in range(4):
         bench.load(*keys(1, "l"))
-        (store,) = [each for each in bench.tier.batches if isinstance(each, m.StoreBatch)]
+        (store,) = [each for each in bench.tier.batches if isinstance(each, d.StoreBatch)]
         stored.append(store.keys[0][:1])
-        end(bench, m.StoreBatch)
-        end(bench, m.LoadBatch)
+        end(bench, d.StoreBatch)
+        end(bench, d.LoadBatch)
     assert stored == [b"0", b"1", b"2", b"3"]
 
 
@@ -67,7 +67,7 @@ def test_a_load_that_waits_holds_stores_back_as_well() -> None:
     for number in range(4):
         bench.store(*keys(1, f"{number}:"))
     for _ in range(4):
-        end(bench, m.LoadBatch)
+        end(bench, d.LoadBatch)
         assert under_way(bench)["stores"] == 1
 
 

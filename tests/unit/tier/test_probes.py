@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, strategies
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.plugin_api.backend import BackendTraits
+from kvtier.tier import driver_messages as d
 from kvtier.tier.probes import ProbeQueue, RunningProbe
 from tests.unit.tier.test_secondary_tier import (
     ABSENT,
@@ -36,7 +37,7 @@ def bench_of(calls: int = 2, keys_min: int = 1, keys_max: int = 4, **traits: obj
 
 
 def ask(bench: Bench, probe: int, count: int) -> None:
-    bench.send(m.Probe(probe=probe, keys=keys(count, f"{probe}:")))
+    bench.send(wire.Probe(probe=probe, keys=keys(count, f"{probe}:")))
 
 
 def answer(bench: Bench, outcomes: Sequence[Outcome] | Outcome = DONE, batch: int = 0) -> None:
@@ -53,7 +54,7 @@ def asked(bench: Bench) -> list[str]:
 
 
 def answers(bench: Bench) -> dict[int, tuple[bool, ...]]:
-    return {each.probe: each.present for each in bench.said() if isinstance(each, m.ProbeAnswer)}
+    return {each.probe: each.present for each in bench.said() if isinstance(each, wire.ProbeAnswer)}
 
 
 def test_a_long_probe_is_spread_over_all_calls_that_may_run() -> None:
@@ -169,7 +170,7 @@ def test_what_was_gone_before_a_probe_came_to_it_may_be_there_again() -> None:
     """Since then it may have been stored, and the backend is asked only now."""
     bench = bench_of(calls=1)
     ask(bench, LONG, 8)
-    bench.send(m.ContentsLost(keys=(keys(8, "1:")[7],)))
+    bench.send(d.ContentsLost(keys=(keys(8, "1:")[7],)))
     answer(bench)
     answer(bench)
     assert answers(bench) == {LONG: (True,) * 8}
@@ -194,7 +195,7 @@ def test_a_bounded_tier_that_does_not_know_all_it_has_answers_once_as_well() -> 
     bench.tier.on_announce_contents = lambda _message: None  # for now
     ask(bench, LONG, 8)
     assert sizes(bench.tier.batches) == [4, 4]
-    bench.tier.mailbox.post(m.ContentsFound(keys(8, "1:")[4:6], again=False))
+    bench.tier.mailbox.post(d.ContentsFound(keys(8, "1:")[4:6], again=False))
     answer(bench, batch=1)
     assert answers(bench) == {}
     answer(bench)
@@ -207,9 +208,9 @@ def test_probes_do_not_wait_for_loads_and_stores() -> None:
     bench.store(*keys(40, "s"))
     ask(bench, SHORT, 1)
     assert [type(batch) for batch in bench.tier.batches] == [
-        m.LoadBatch,
-        m.StoreBatch,
-        m.ProbeBatch,
+        d.LoadBatch,
+        d.StoreBatch,
+        d.ProbeBatch,
     ]
 
 
@@ -227,7 +228,7 @@ def test_every_key_of_every_probe_is_looked_up_once_and_in_order(
         BackendTraits(calls, 1, probe_batch_blocks_min=keys_min, probe_batch_blocks_max=keys_max)
     )
     waiting = [
-        RunningProbe(m.Probe(number, keys(count, f"{number}:")))
+        RunningProbe(wire.Probe(number, keys(count, f"{number}:")))
         for number, count in enumerate(probes)
     ]
     looked_up: dict[int, list[bytes]] = {probe.id: [] for probe in waiting}

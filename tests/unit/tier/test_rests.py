@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from kvtier.core import messages as m
 from kvtier.plugin_api.backend import BackendContext, BackendTraits, Namespace, Outcome
 from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.tier import driver_messages as d
 from kvtier.tier.backend_driver import BackendDriver
 from kvtier_backends.memory import MemoryBackend
 
@@ -51,14 +51,14 @@ async def test_a_backend_is_handed_zeros_where_a_block_of_a_smaller_group_ends(
     told: list[Any] = []
     driver = BackendDriver("1:memory", backend, memory, told.append)
     driver.requests.want("r", (KEY,), cast("Any", backend))
-    batches = [m.StoreBatch(batch=1, request="r", keys=(KEY,), slots=(0,), remove=())]
+    batches = [d.StoreBatch(batch=1, request="r", keys=(KEY,), slots=(0,), remove=())]
     if not request_scoped:
-        batches.append(m.LoadBatch(batch=2, keys=(KEY,), slots=(1,)))
+        batches.append(d.LoadBatch(batch=2, keys=(KEY,), slots=(1,)))
     for batch in batches:
         async with asyncio.TaskGroup() as tasks:
             driver.begin(tasks)
             driver.receive(batch)
     driver.stop()
     assert backend.bytes == [OWN + bytes(len(LEFT))]
-    ends = [message.outcomes for message in told if isinstance(message, m.BatchEnded)]
+    ends = [message.outcomes for message in told if isinstance(message, d.BatchEnded)]
     assert ends == [(Outcome.DONE,)] * len(batches)

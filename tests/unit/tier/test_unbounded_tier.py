@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.generations import Generations, mark_of_name, marked
 from kvtier.tier import dead_blocks
+from kvtier.tier import driver_messages as d
 from kvtier.tier.bounded_tier import BoundedTier
 from tests.unit.tier.test_secondary_tier import ABSENT, DAMAGED, DONE, FAILED, Bench
 
@@ -22,7 +23,7 @@ FIRST, SECOND = mark_of_name("first"), mark_of_name("second")
 
 def told_gone(bench: Bench) -> list[tuple[bytes, ...]]:
     """Return what was told of losses, in the order of the answers."""
-    said = [each for each in bench.said() if isinstance(each, m.PresenceChanged)]
+    said = [each for each in bench.said() if isinstance(each, wire.PresenceChanged)]
     assert not any(each.added for each in said)
     return [each.removed for each in said]
 
@@ -35,16 +36,16 @@ def unnamed() -> bytes:
 
 def store(bench: Bench, *given: bytes, mark: bytes, since: int) -> None:
     bench.jobs += 1
-    bench.send(m.StoreJob(bench.jobs, "r", given, tuple(range(len(given))), mark, since))
+    bench.send(wire.StoreJob(bench.jobs, "r", given, tuple(range(len(given))), mark, since))
 
 
 def removals(bench: Bench) -> list[tuple[bytes, ...]]:
     """Return what the backend is to remove now."""
-    return [each.keys for each in bench.tier.batches if isinstance(each, m.RemoveBatch)]
+    return [each.keys for each in bench.tier.batches if isinstance(each, d.RemoveBatch)]
 
 
 def load(bench: Bench, *wanted: bytes, mark: bytes, since: int) -> None:
-    bench.send(m.LoadJob(1, wanted, tuple(range(len(wanted))), mark, since))
+    bench.send(wire.LoadJob(1, wanted, tuple(range(len(wanted))), mark, since))
 
 
 @pytest.mark.parametrize("outcome", [ABSENT, DAMAGED])
@@ -74,9 +75,9 @@ def test_a_store_that_found_a_block_which_a_load_then_removed_is_told_as_lost() 
     bench.said()
     bench.answer(DONE)
     ended, changed = bench.said()
-    assert isinstance(ended, m.JobEnded)
+    assert isinstance(ended, wire.JobEnded)
     assert ended.outcomes == (DONE, DONE)
-    assert changed == m.PresenceChanged((), (A,), 0), "after its end, which says it is there"
+    assert changed == wire.PresenceChanged((), (A,), 0), "after its end, which says it is there"
 
 
 def test_a_part_of_a_store_that_ended_before_the_loss_is_lost_as_well() -> None:
@@ -104,19 +105,19 @@ def test_a_store_that_began_after_the_loss_is_not_lost() -> None:
 def test_a_probe_that_found_a_block_which_a_load_then_removed_says_no() -> None:
     bench = Bench()
     bench.load(A)
-    bench.send(m.Probe(probe=7, keys=(A, B)))
+    bench.send(wire.Probe(probe=7, keys=(A, B)))
     bench.answer(DAMAGED, batch=0)
     bench.said()
     bench.tier.answer(bench.tier.batches[0], [DONE, DONE])
     bench.run()
-    assert bench.said() == [m.ProbeAnswer(probe=7, present=(False, True))]
+    assert bench.said() == [wire.ProbeAnswer(probe=7, present=(False, True))]
 
 
 def test_what_the_backend_loses_is_told_as_gone() -> None:
     """A backend without a capacity may say so too."""
     bench = Bench()
     bench.store(A)
-    bench.send(m.ContentsLost(keys=(A, C)))
+    bench.send(d.ContentsLost(keys=(A, C)))
     assert told_gone(bench) == [(A, C)]
     bench.answer(DONE)
     assert told_gone(bench) == [(A,)]
@@ -126,7 +127,7 @@ def test_what_is_gone_of_another_generation_is_not_told_of() -> None:
     """Nobody was told of it: with a generation, all that was told is taken back."""
     bench = Bench()
     load(bench, A, mark=FIRST, since=1)
-    bench.send(m.GenerationBegan(2, SECOND))
+    bench.send(wire.GenerationBegan(2, SECOND))
     bench.answer(DAMAGED)
     assert told_gone(bench) == []
 
@@ -136,23 +137,23 @@ def test_what_is_gone_of_a_generation_that_was_come_back_to_is_told_in_it(how: s
     """By name both are the same blocks, and it is told again what there is of them."""
     bench = Bench()
     load(bench, A, mark=FIRST, since=1)
-    bench.send(m.GenerationBegan(2, SECOND))
+    bench.send(wire.GenerationBegan(2, SECOND))
     if how == "said":
-        bench.send(m.GenerationBegan(3, FIRST))
+        bench.send(wire.GenerationBegan(3, FIRST))
     elif how == "with a probe":  # a full mailbox took nothing else
-        bench.send(m.Probe(7, (B,), FIRST, 3))
+        bench.send(wire.Probe(7, (B,), FIRST, 3))
     else:
-        bench.send(m.StoreJob(8, "r", (B,), (5,), FIRST, 3))
+        bench.send(wire.StoreJob(8, "r", (B,), (5,), FIRST, 3))
     bench.answer(DAMAGED, batch=0)
-    (gone,) = [each for each in bench.said() if isinstance(each, m.PresenceChanged)]
-    assert gone == m.PresenceChanged((), (A,), 3)
+    (gone,) = [each for each in bench.said() if isinstance(each, wire.PresenceChanged)]
+    assert gone == wire.PresenceChanged((), (A,), 3)
 
 
 def test_a_store_of_another_generation_says_nothing_of_this_one() -> None:
     """Its blocks have another name."""
     bench = Bench()
     load(bench, A, mark=FIRST, since=1)
-    bench.send(m.StoreJob(2, "r", (A,), (5,), SECOND, 2))
+    bench.send(wire.StoreJob(2, "r", (A,), (5,), SECOND, 2))
     bench.answer(DAMAGED, batch=0)
     (batch,) = bench.tier.batches
     assert batch.keys == marked((A,), SECOND)
@@ -173,7 +174,7 @@ def test_blocks_of_weights_without_a_name_are_removed_once_the_weights_change_ag
     bench.answer(FAILED)
     store(bench, C, mark=first, since=1)
     assert removals(bench) == []
-    bench.send(m.GenerationBegan(2, second))
+    bench.send(wire.GenerationBegan(2, second))
     assert removals(bench) == [marked((A,), first)]
     bench.answer(DONE, batch=0)
     assert removals(bench) == [marked((A,), first)], "one batch at a time"
@@ -186,7 +187,7 @@ def test_blocks_of_weights_with_a_name_stay(mark: bytes) -> None:
     bench = Bench()
     store(bench, A, mark=mark, since=1)
     bench.answer(DONE)
-    bench.send(m.GenerationBegan(2, unnamed()))
+    bench.send(wire.GenerationBegan(2, unnamed()))
     actor(bench).finish()
     bench.run()
     assert removals(bench) == []
@@ -229,6 +230,6 @@ def actor(bench: Bench) -> UnboundedTier:
 
 def end(bench: Bench, outcome: Outcome, at: float = 0.0) -> None:
     """Have a removal end."""
-    batch = next(each for each in bench.tier.batches if isinstance(each, m.RemoveBatch))
+    batch = next(each for each in bench.tier.batches if isinstance(each, d.RemoveBatch))
     bench.tier.answer(batch, [outcome] * len(batch.keys), at=at)
     bench.run()

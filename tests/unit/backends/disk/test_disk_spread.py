@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.hosts.thread_host import TierThread
 from kvtier.plugin_api.backend import Outcome
 from kvtier.plugin_api.slot_memory import SlotMemory
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from kvtier.core.messages import Message
+    from kvtier.core.wire import Message
 
 IO_DEPTH = 4
 BLOCKS = 32
@@ -31,16 +31,16 @@ class Link:
     """Takes what the tier reports."""
 
     def __init__(self) -> None:
-        self.ended: deque[m.JobEnded] = deque()
+        self.ended: deque[wire.JobEnded] = deque()
         self.rang = threading.Semaphore(0)
 
     def post(self, message: Message) -> bool:
-        if isinstance(message, m.JobEnded):
+        if isinstance(message, wire.JobEnded):
             self.ended.append(message)
             self.rang.release()
         return True
 
-    def next_end(self) -> m.JobEnded:
+    def next_end(self) -> wire.JobEnded:
         assert self.rang.acquire(timeout=PATIENCE_S)
         return self.ended.popleft()
 
@@ -79,11 +79,11 @@ def test_a_job_spreads_over_io_depth_and_reads_neighbours_at_once(
         keys = tuple(key_of(number) for number in range(BLOCKS))
         for number in range(BLOCKS):
             memory.view(number)[:] = data_of(number)
-        cell.post(m.StoreJob(job=1, request="r", keys=keys, slots=tuple(range(BLOCKS))))
+        cell.post(wire.StoreJob(job=1, request="r", keys=keys, slots=tuple(range(BLOCKS))))
         cell.wake()
         assert set(link.next_end().outcomes) == {Outcome.DONE}
         monkeypatch.setattr(os, "preadv", read_together)
-        cell.post(m.LoadJob(job=2, keys=keys, slots=tuple(range(BLOCKS))))
+        cell.post(wire.LoadJob(job=2, keys=keys, slots=tuple(range(BLOCKS))))
         cell.wake()
         assert set(link.next_end().outcomes) == {Outcome.DONE}
     finally:

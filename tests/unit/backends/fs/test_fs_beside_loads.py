@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.core import messages as m
 from kvtier.plugin_api import store_turns
 from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock
 from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.tier import driver_messages as d
 from kvtier.tier.backend_driver import BackendDriver
 from kvtier_backends.fs.files import BlockFiles
 from tests.support.patience import PATIENCE_S, until
@@ -66,7 +66,7 @@ async def test_stores_that_have_begun_wait_for_a_load_between_two_blocks_and_go_
 
     def store_batch(batch: int, *numbers: int) -> None:
         keys = tuple(key_of(number) for number in numbers)
-        driver.receive(m.StoreBatch(batch, keys, SLOTS[: len(keys)], ()))
+        driver.receive(d.StoreBatch(batch, keys, SLOTS[: len(keys)], ()))
 
     def wait_for_writers(count: int) -> None:
         until(lambda: all_write.n_waiting == count)
@@ -83,7 +83,7 @@ async def test_stores_that_have_begun_wait_for_a_load_between_two_blocks_and_go_
             store_batch(batch, *range(first, first + BLOCKS))
             await asyncio.to_thread(wait_for_writers, batch)
         await asyncio.to_thread(all_write.wait, PATIENCE_S)
-        driver.receive(m.LoadBatch(LOAD, (key_of(0),), (BLOCKS,)))
+        driver.receive(d.LoadBatch(LOAD, (key_of(0),), (BLOCKS,)))
     assert set(ended) == {0, LOAD, *range(1, 1 + WRITERS)}
     assert {outcome for outcomes in ended.values() for outcome in outcomes} == {Outcome.DONE}
     assert len(written) == WRITERS * BLOCKS

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.hosts.choose import make_host
 from kvtier.hosts.process_host import TierProcess
 from kvtier.plugin_api.backend import Outcome
@@ -19,8 +19,8 @@ from tests.support.s3_server import options_for
 from tests.unit.backends.s3._s3 import BLOCK_BYTES, CONTEXT, key_of
 
 if TYPE_CHECKING:
-    from kvtier.core.messages import Message
     from kvtier.core.tier_host import TierHost
+    from kvtier.core.wire import Message
     from tests.support.s3_server import MotoServer
 
 pytestmark = pytest.mark.slow
@@ -44,16 +44,16 @@ class Bench:
         self._messages.append(message)
         return True
 
-    def outcomes_of(self, job: m.StoreJob | m.LoadJob) -> tuple[Outcome, ...]:
+    def outcomes_of(self, job: wire.StoreJob | wire.LoadJob) -> tuple[Outcome, ...]:
         assert self.host.post(job)
-        ended: list[m.JobEnded] = []
+        ended: list[wire.JobEnded] = []
 
         def came() -> bool:
             self.host.poll()
             self.host.wake()
             while self._messages:
                 message = self._messages.popleft()
-                if isinstance(message, m.JobEnded) and message.job == job.job:
+                if isinstance(message, wire.JobEnded) and message.job == job.job:
                     ended.append(message)
             return bool(ended)
 
@@ -72,13 +72,13 @@ def test_blocks_go_there_and_come_back_and_it_ends_in_time(
         data = [os.urandom(BLOCK_BYTES) for _ in KEYS]
         for slot, block in zip(FIRST, data, strict=True):
             bench.memory.view(slot)[:] = block
-        stored = bench.outcomes_of(m.StoreJob(job=1, request="r", keys=KEYS, slots=FIRST))
+        stored = bench.outcomes_of(wire.StoreJob(job=1, request="r", keys=KEYS, slots=FIRST))
         assert stored == (Outcome.DONE,) * 4
-        loaded = bench.outcomes_of(m.LoadJob(job=2, request="r", keys=KEYS, slots=SECOND))
+        loaded = bench.outcomes_of(wire.LoadJob(job=2, request="r", keys=KEYS, slots=SECOND))
         assert loaded == (Outcome.DONE,) * 4
         assert [bytes(bench.memory.view(slot)) for slot in SECOND] == data
         moto.kill()
-        failed = bench.outcomes_of(m.LoadJob(job=3, request="r", keys=KEYS, slots=SECOND))
+        failed = bench.outcomes_of(wire.LoadJob(job=3, request="r", keys=KEYS, slots=SECOND))
         assert failed == (Outcome.FAILED,) * 4
         assert bench.host.close(PATIENCE_S)
     finally:

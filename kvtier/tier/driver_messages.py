@@ -6,7 +6,7 @@ Keys are the backend's here: they contain the mark of their generation
 
 from __future__ import annotations
 
-from kvtier.core.message import Message
+from kvtier.core.wire import Message
 from kvtier.plugin_api.backend import Outcome  # noqa: TC001 - msgspec reads it
 from kvtier.plugin_api.deadlines import NEVER
 from kvtier.plugin_api.keys import Key, RequestId  # noqa: TC001 - msgspec decodes by them
