@@ -1,9 +1,9 @@
 """Defines the state that ``lookup()`` sees of one key: computed at each lookup, never stored.
 
-A key has a slot or it has none, and a slot has a state (``kvtier/engine/primary/slot_table.py``).
-For a key without one, the tier directory has the tiers it may be in
-(``kvtier/engine/primary/tier_directory.py``). So the state can contradict neither. The
-model checker asserts in which order a key's states may follow one another.
+It has no table of moves, since nothing moves it: a key has a slot or it has none, and a slot has
+a state (``kvtier/engine/primary/slot_table.py``). For a key without one, the tier directory has
+the tiers it may be in (``kvtier/engine/primary/tier_directory.py``). So the state can contradict
+neither. The model checker asserts in which order a key's states may follow one another.
 """
 
 from __future__ import annotations

@@ -1,5 +1,13 @@
 """Defines the life of a tier's host, as a table that both kinds of host move by.
 
+What the machine is for: a backend's thread may hang in the kernel with a slot in its hands, and
+neither a thread nor a process in such a call can be ended. So that a tier has broken, that nothing
+of it can touch a slot any more, and that a new cell serves are three events, possibly hours apart.
+
+How it couples with others: the link disables the tier's breakers when it breaks (``TierBroke``),
+takes back every slot once it is fenced (``TierFenced``), and trusts it again when a new cell serves
+(``TierRestarted``).
+
 A host carries one cell after the other. While one serves, messages are accepted for
 it. When it breaks, the tier is disabled, and the next cell must wait: threads of the
 broken one may still read or write slots. Once none can (the tier is *fenced*), a

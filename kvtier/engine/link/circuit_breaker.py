@@ -1,5 +1,15 @@
 """Decides when a tier is given work: circuit breakers, as in Nygard's *Release It!*.
 
+What the machine is for: work that is given to a tier which fails costs requests their patience and
+slots their use. So a failing tier counts as having no block and as taking none, and only a trial
+now and then shows whether it is well again.
+
+How it couples with others: ``TierHealth`` holds the breakers of a tier, and counts a failing peer
+of a tier with several as one failure. A connection that is lost (``connection.py``) stops work
+without moving a breaker: no deadline need pass. A stall (``stall_detector.py``) opens it at once,
+since whatever is sent next would wait behind it. A host whose cell breaks disables all breakers
+(``kvtier/hosts/life.py``), and a new cell enables them.
+
 A tier has one for each kind of work, since one kind may go on while another fails. Legal
 moves are the rows of ``BREAKER_TABLE``; ``Breaker`` adds the rest, the counting and the
 pauses: after ``failures_max`` failures in a row, or as soon as the work stalls, it opens for
@@ -7,6 +17,10 @@ pauses: after ``failures_max`` failures in a row, or as soon as the work stalls,
 twice as long, up to ``pause_s_max``. Reaching the server again ends the pause. A trial that
 was lost with the server proves nothing, so another follows. All breakers of a tier that broke are
 disabled until it is restarted.
+
+Failures are counted in a row and not as a rate: with a rate, the few jobs of a quiet hour would
+decide. A slow tier is none of the breaker's business: how much it is given at once follows from
+its times (``transfer_times.py``).
 """
 
 from __future__ import annotations

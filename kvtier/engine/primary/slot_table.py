@@ -1,5 +1,17 @@
 """Tracks the users and the state of each slot of the primary tier.
 
+What the machine is for: the GPU and the threads of tiers read and write a slot's bytes while the
+scheduler's thread decides what the slot is used for, and nobody can interrupt them. So a slot that
+somebody may still touch is never given to another key. If its users can't be waited for (a load
+that is late, a reset), the slot is taken from its key and quarantined, until each of them has
+released it. A tier that hangs for ever costs room, and no wrong byte.
+
+How it couples with others: a key's ``BlockState`` is computed from its slot's state and the tier
+directory, and stored nowhere, so the three can't contradict each other. Links report when a tier
+has released slots (``PromotionEnded``, ``PromotionLate``, ``SlotsReleased``, ``CascadeEnded``); a
+host that knows that a cell's threads are gone sends ``TierFenced``, upon which the link releases
+the rest. Time alone releases nothing. Reports from before a reset only release their slots.
+
 # Invariant: a slot is in exactly one of free, filling, ready, quarantined.
 #            Checked: SlotMoves, p1_a_slot_is_in_exactly_one_of_free_filling_ready_quarantined.
 # Invariant: a filling slot has one source and no reader, from when it was freed on.
@@ -13,7 +25,10 @@
 
 Legal moves are the rows of ``SLOT_TABLE``; a move without a row is a bug and raises
 ``InternalError``. State that all slots have is in one flat list of small numbers, which the
-garbage collector handles quickly; state that few slots have at a time is in dicts.
+garbage collector handles quickly; state that few slots have at a time is in dicts. An object for
+each slot reads better, but a million of them would be walked at each collection, and a lookup
+would pay for an attribute where it now indexes a list. For the same reason the rows of the table
+are copied into dicts of ints, one an event (``SlotMoves``), and others read the attributes.
 """
 
 from __future__ import annotations
