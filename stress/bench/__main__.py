@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import Misuse
 from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
-from kvtier.tools.cli.terminal import check_can_write
 from kvtier.tools.held_signals import terminable
+from stress.bench.harness import run_benchmark
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +27,6 @@ BENCHMARKS: Final = {
     "start": "how long a start waits for kvtier",
     "compression": "how much compressing blocks saves, and costs",
 }
-AT_LEAST_ONE: Final = ("runs", "blocks", "request_blocks", "prompts", "prompt_tokens", "rounds")
 
 NO_VLLM: Final = (
     "this compares kvtier with vLLM, which is not installed. Install it with: "
@@ -52,7 +50,8 @@ def main(given: Sequence[str] | None = None) -> int:
     name, options = vars(chosen.parse_args(given)).values()
     prog = f"{chosen.prog} {name}"
     try:
-        _run(name, prog, options)
+        with terminable():
+            run_benchmark(f"stress.bench.{name}", prog, options)
     except Misuse as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -65,27 +64,6 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"{prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
     return 0
-
-
-def _run(name: str, prog: str, options: Sequence[str]) -> None:
-    command = import_module(f"stress.bench.{name}_command")
-    parser = argparse.ArgumentParser(prog, description=command.__doc__)
-    command.add_arguments(parser)
-    parser.add_argument("--json", metavar="FILE", help="write all figures to FILE, as JSON")
-    arguments = parser.parse_args(options)
-    _check(arguments)
-    with terminable():
-        command.run(arguments)
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what can't be measured, before anything is started."""
-    for name in AT_LEAST_ONE:
-        value = getattr(arguments, name, 1)
-        if value < 1:
-            raise Misuse(f"--{name.replace('_', '-')} {value} must be at least 1.")
-    if arguments.json:
-        check_can_write(arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Runs a part of a benchmark in a process of its own; none outlives the benchmark."""
+"""Parts of a benchmark in processes of their own; none outlives the benchmark.
+
+``stress.bench.children MODULE JOB`` is such a part: the module's ``main`` gets the job and
+yields answers, each of which is a line of JSON. What it prints otherwise is log.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from kvtier.errors import KVTierError
 from kvtier.tools.process_group import process_group
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 LOG_TAIL_LINES: Final = 30
 
@@ -25,32 +31,90 @@ QUIET_ENVIRONMENT: Final = {
 """Keeps vLLM from filling the terminal, and from asking the network."""
 
 
-def run_child(module: str, job: Mapping[str, Any], environment: Mapping[str, str]) -> Any:  # noqa: ANN401 - JSON
-    """Run ``python -m module JOB`` and return the JSON value of its last line on stdout.
-
-    Raises ``ChildFailed`` with the end of its log. The child and all that it
-    has started are killed if this call is left in any other way.
-    """
-    with tempfile.TemporaryFile() as log:
-        part = process_group(
-            [sys.executable, "-W", "ignore", "-m", module, json.dumps(dict(job))],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env={**os.environ, **QUIET_ENVIRONMENT, **environment},
-        )
-        with part as child:
-            output, _ = child.communicate()
-        lines = output.decode(errors="replace").splitlines()
-        if child.returncode or not lines:
-            log.seek(0)
-            tail = log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-            raise ChildFailed(module, child.returncode, "\n".join([*lines[-3:], *tail]))
-        return json.loads(lines[-1])
-
-
 class ChildFailed(KVTierError):
     """Raised when a part of a benchmark ended badly. The text ends with its log."""
 
-    def __init__(self, module: str, status: int, log: str) -> None:
-        super().__init__(f"{module} ended with status {status}. Its last lines:\n{log}")
+
+class Part:
+    """A part, as seen from the benchmark. Calls raise ``ChildFailed``."""
+
+    def __init__(self, module: str, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+        self._module = module
+        self._process = process
+        self._log = log
+
+    def ask(self, **order: Any) -> Any:  # noqa: ANN401 - JSON
+        """Give an order, as a line of JSON on its stdin, and return the answer."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._fail()
+        return self.answer()
+
+    def answer(self) -> Any:  # noqa: ANN401 - JSON
+        """Return the next answer."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._fail()
+        return json.loads(line)
+
+    def end(self) -> None:
+        """Wait until it has ended by itself."""
+        if self._process.wait():
+            self._fail()
+
+    def _fail(self) -> None:
+        status = self._process.wait()
+        self._log.seek(0)
+        tail = self._log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        text = "\n".join(tail)
+        raise ChildFailed(f"{self._module} ended with status {status}. Its last lines:\n{text}")
+
+
+@contextmanager
+def start_part(
+    module: str, job: Mapping[str, Any], environment: Mapping[str, str]
+) -> Iterator[Part]:
+    """Start a part. It and all that it has started are killed when the block is left."""
+    with (
+        tempfile.TemporaryFile() as log,
+        process_group(
+            [sys.executable, "-W", "ignore", "-m", __name__, module, json.dumps(dict(job))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, **QUIET_ENVIRONMENT, **environment},
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield Part(module, process, log)
+        finally:
+            process.stdout.close()
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+
+
+def run_child(module: str, job: Mapping[str, Any], environment: Mapping[str, str]) -> Any:  # noqa: ANN401 - JSON
+    """Run a part that gives a single answer, and return that. Raises ``ChildFailed``."""
+    with start_part(module, job, environment) as part:
+        found = part.answer()
+        part.end()
+        return found
+
+
+def main() -> None:
+    """Be such a part."""
+    module, job = sys.argv[1:]
+    with os.fdopen(os.dup(1), "w", buffering=1) as answers:
+        os.dup2(2, 1)
+        for answer in import_module(module).main(json.loads(job)):
+            answers.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
-"""Measures what compressing blocks gains, and its cost: on blocks of a model, or on made-up ones.
+"""``stress.bench compression``: what compressing blocks gains, and its cost.
 
-Each way is timed by the processor time of its thread, so that others on the machine change the
-figures little. From them follows what a link of some speed gains where threads compress while
-others send: the slower of both limits.
+On blocks of a model, or on made-up ones. Each way is timed by the processor time of its thread, so
+that others on the machine change the figures little. From them follows what a link of some speed
+gains where threads compress while others send: the slower of both limits.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from kvtier.errors import Misuse
 from kvtier.plugin_api.extras import install
+from kvtier.plugin_api.sizes import read_bytes
+from kvtier.tools.bench.kv_like import kv_like
+from kvtier.tools.cli.terminal import progress, table
 from kvtier_backends.fs.offline.inspection import (
     BlockFile,
     FsFolder,
@@ -26,13 +28,27 @@ from kvtier_backends.fs.offline.inspection import (
 )
 from kvtier_backends.shared.compression import BITPLANE_ZSTD, BlockCompressor
 from kvtier_backends.shared.record_trailer import Form
+from stress.bench.harness import ROUNDS, Option, Report
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterator, Sequence
+
+OPTIONS: Final = (
+    Option(
+        "--folder",
+        None,
+        "root_dir of an fs tier, without compression or encryption, with blocks of the model that "
+        "is asked about. By default, made-up keys and values in bfloat16 are compressed",
+    ),
+    Option("--blocks", 24, "blocks that are compressed"),
+    Option("--block-bytes", "1MiB", "size of the made-up blocks"),
+    ROUNDS,
+)
 
 LINKS_MB_PER_S: Final = (100, 1000)
 THREADS: Final = (1, 4)
-_ONE: Final = BITPLANE_ZSTD
+_MADE_UP: Final = "made-up keys and values in bfloat16"
 _EPSILON_S: Final = 1e-9
 
 
@@ -44,52 +60,98 @@ class Way(NamedTuple):
     decompress: Callable[[memoryview | bytes], memoryview | bytes]
 
 
-@dataclass(frozen=True)
-class CompressionFigures:
-    """What one way has done. Speeds are of uncompressed bytes, for one thread."""
+def measure(asked: argparse.Namespace, report: Report) -> None:
+    """Compress and decompress all blocks by each way. Raises ``Misuse`` without zstandard."""
+    blocks, origin = _blocks(asked)
+    raw = sum(block.nbytes for block in blocks)
+    ways = _ways(blocks[0].nbytes)
+    report |= {"origin": origin, "bytes": raw, "blocks": len(blocks), "figures": []}
+    with progress("compression", asked.rounds * len(ways)) as shown:
+        for way in ways:
+            compressed = [bytes(way.compress(block)) for block in blocks]
+            for block, each in zip(blocks, compressed, strict=True):
+                assert bytes(way.decompress(each)) == block, way.name
+            compress, decompress = [], []
+            for _ in range(asked.rounds):
+                compress.append(_mb_per_s(way.compress, blocks, raw))
+                decompress.append(_mb_per_s(way.decompress, compressed, raw))
+                shown.advance()
+            share = raw / sum(map(len, compressed))
+            report["figures"].append(figures(way.name, share, compress, decompress))
 
-    way: str
-    ratio: float
-    compress_mb_per_s: Sequence[float]  #: one a round
-    decompress_mb_per_s: Sequence[float]
 
-    @property
-    def store_mb_per_s(self) -> float:
-        """The median of one thread that compresses."""
-        return statistics.median(self.compress_mb_per_s)
+def figures(
+    way: str, share: float, compress: Sequence[float], decompress: Sequence[float]
+) -> dict[str, Any]:
+    """Return what one way has done. Speeds are of uncompressed bytes, for one thread, by round.
 
-    @property
-    def load_mb_per_s(self) -> float:
-        """The median of one thread that decompresses."""
-        return statistics.median(self.decompress_mb_per_s)
-
-    def gain(self, thread_mb_per_s: float, link_mb_per_s: float, threads: int) -> float:
-        """Return how many times as fast a link moves blocks. Below 1: it is slower."""
-        return min(self.ratio, threads * thread_mb_per_s / link_mb_per_s)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON values."""
-        gains = {
+    Gains: how many times as fast links move blocks. Below 1: they are slower.
+    """
+    medians = {"store": statistics.median(compress), "load": statistics.median(decompress)}
+    return {
+        "way": way,
+        "ratio": share,
+        "compress_mb_per_s": compress,
+        "decompress_mb_per_s": decompress,
+        "compress_cpu_s_per_gb": 1e3 / medians["store"],
+        "decompress_cpu_s_per_gb": 1e3 / medians["load"],
+        "gains": {
             kind: {
                 f"{link}_mb_per_s": {
-                    threads: self.gain(speed, link, threads) for threads in THREADS
+                    threads: min(share, threads * speed / link) for threads in THREADS
                 }
                 for link in LINKS_MB_PER_S
             }
-            for kind, speed in (("store", self.store_mb_per_s), ("load", self.load_mb_per_s))
-        }
-        return {
-            "way": self.way,
-            "ratio": self.ratio,
-            "compress_mb_per_s": list(self.compress_mb_per_s),
-            "decompress_mb_per_s": list(self.decompress_mb_per_s),
-            "compress_cpu_s_per_gb": 1e3 / self.store_mb_per_s,
-            "decompress_cpu_s_per_gb": 1e3 / self.load_mb_per_s,
-            "gains": gains,
-        }
+            for kind, speed in medians.items()
+        },
+    }
 
 
-def blocks_of_folder(path: str, count: int) -> list[memoryview]:
+def show(report: Report) -> None:
+    """Print the tables."""
+    if not report["figures"]:
+        return
+    columns = ["", "ratio", "compress, MB/s", "CPU s a GB", "decompress, MB/s", "CPU s a GB"]
+    rows = [
+        [
+            each["way"],
+            f"{each['ratio']:.3f}",
+            f"{statistics.median(each['compress_mb_per_s']):,.0f}",
+            f"{each['compress_cpu_s_per_gb']:.2f}",
+            f"{statistics.median(each['decompress_mb_per_s']):,.0f}",
+            f"{each['decompress_cpu_s_per_gb']:.2f}",
+        ]
+        for each in report["figures"]
+    ]
+    table("compressed, losslessly", columns, rows)
+    tiers_own = report["figures"][0]
+    gains = [
+        [f"{kind}, {link:,} MB/s", *(f"{gain:.2f}" for gain in of_link.values())]
+        for link in LINKS_MB_PER_S
+        for kind, of_kind in tiers_own["gains"].items()
+        for of_link in [of_kind[f"{link}_mb_per_s"]]
+    ]
+    threads = [f"gain, {count} thread{'s' * (count > 1)}" for count in THREADS]
+    table(f"{tiers_own['way']} in front of a link", ["", *threads], gains)
+    count = report["blocks"]
+    notes = [
+        ["blocks", f"{count} of {report['bytes'] // count:,} bytes: {report['origin']}"],
+        ["MB/s", "of uncompressed bytes, by one thread's processor time"],
+        ["gain", "in MB/s, while some threads compress and others send"],
+    ]
+    table("", ["", ""], notes)
+
+
+def _blocks(asked: argparse.Namespace) -> tuple[list[memoryview], str]:
+    if asked.folder:
+        return _blocks_of_folder(asked.folder, asked.blocks), asked.folder
+    size = read_bytes(asked.block_bytes, "--block-bytes")
+    if size < 2 or size % 2:
+        raise Misuse(f"--block-bytes {size} must be even: floats of 16 bits are compressed.")
+    return [memoryview(kv_like(size, seed)) for seed in range(asked.blocks)], _MADE_UP
+
+
+def _blocks_of_folder(path: str, count: int) -> list[memoryview]:
     """Return up to so many blocks of an ``fs`` tier's folder. Raises ``Misuse``."""
     with FsFolder(path) as folder:
         found = list(itertools.islice(_plain_blocks(folder), count))
@@ -113,33 +175,6 @@ def _plain_blocks(folder: FsFolder) -> Iterator[memoryview]:
         raw = folder.read(file) if size is not None and is_readable else None
         if raw is not None and len(raw) > (size or 0):
             yield memoryview(raw)[:size]
-
-
-def measure(
-    blocks: Sequence[memoryview], rounds: int, advance: Callable[[], None]
-) -> list[CompressionFigures]:
-    """Compress and decompress all blocks by each way. Raises ``Misuse`` without zstandard."""
-    found = []
-    for way in _ways(blocks[0].nbytes):
-        compressed = [bytes(way.compress(block)) for block in blocks]
-        for block, each in zip(blocks, compressed, strict=True):
-            assert bytes(way.decompress(each)) == block, way.name
-        size = sum(map(len, compressed))
-        raw = sum(block.nbytes for block in blocks)
-        speeds: list[tuple[float, float]] = []
-        for _ in range(rounds):
-            speeds.append(
-                (_mb_per_s(way.compress, blocks, raw), _mb_per_s(way.decompress, compressed, raw))
-            )
-            advance()
-        stores, loads = zip(*speeds, strict=True)
-        found.append(CompressionFigures(way.name, raw / size, stores, loads))
-    return found
-
-
-def ways_count() -> int:
-    """Return how many ways are measured, for a bar of progress."""
-    return len(_ways(2))
 
 
 def _mb_per_s(call: Callable[[Any], object], blocks: Sequence[Any], raw: int) -> float:
@@ -205,4 +240,4 @@ def _tiers_own(block_bytes: int) -> Way:
         assert compressor.decompress_untrusted(memoryview(compressed), block)
         return block
 
-    return Way(_ONE, compress, decompress)
+    return Way(BITPLANE_ZSTD, compress, decompress)

@@ -85,21 +85,17 @@ class Plan(NamedTuple):
         return sorted(self.prompts)[len(self.prompts) // 2]
 
 
-def read_plan(arguments: argparse.Namespace) -> Plan:
+def read_plan(asked: argparse.Namespace) -> Plan:
     """Read what the command was given. Raises ``Misuse``."""
-    speeds = {speed.name: speed for speed in map(_speed, arguments.rates.split(","))}
-    for name, value, least in (
-        ("--repeats", arguments.repeats, 1),
-        ("--step-requests", arguments.step_requests or WINDOW, WINDOW),
-    ):
-        if value < least:
-            raise Misuse(f"{name} {value} must be at least {least}.")
+    speeds = {speed.name: speed for speed in map(_speed, asked.rates.split(","))}
+    if 0 < asked.step_requests < WINDOW:
+        raise Misuse(f"--step-requests {asked.step_requests} must be at least {WINDOW}, or 0.")
     return Plan(
         tuple(sorted(speeds.values(), key=lambda speed: _slowness(speed.rate))),
-        _numbers("--prompts", arguments.lengths, TOKENS_MIN, TOKENS_MAX),
-        _numbers("--clients", arguments.clients, 1, CLIENTS_MAX),
-        arguments.repeats,
-        arguments.step_requests,
+        _numbers("--prompts", asked.prompts, TOKENS_MIN, TOKENS_MAX),
+        _numbers("--clients", asked.clients, 1, CLIENTS_MAX),
+        asked.repeats,
+        asked.step_requests,
     )
 
 

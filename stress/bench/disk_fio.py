@@ -8,8 +8,9 @@ import subprocess
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import KVTierError
+from kvtier.tools.bench.call_legs import STORE
 from kvtier.tools.process_group import process_group
-from stress.bench.disk_legs import DiskLeg
+from stress.bench.disk_legs import DiskLeg, DiskSetup
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,39 +28,37 @@ class FioFailed(KVTierError):
 
 
 class Fio:
-    """Writes and reads one file of ``leg_bytes`` in order, ``depth`` blocks at once."""
+    """Writes and reads one file of a leg's bytes in order, as many blocks at once as threads."""
 
-    def __init__(
-        self, folder: Path, *, leg_bytes: int, block_bytes: int, depth: int, direct: bool
-    ) -> None:
+    def __init__(self, setup: DiskSetup) -> None:
         """Find an engine that works. Raises ``FioFailed`` if fio is missing, or none does."""
         program = shutil.which("fio")
         if program is None:
             raise FioFailed(f"fio not found. {REMEDY}")
-        self.folder = folder / FIO
+        self.folder = setup.folder / FIO
         self.folder.mkdir()
-        self.is_direct = direct
         self._program = program
-        self._bytes = leg_bytes
-        self._block_bytes = block_bytes
-        self._depth = depth
-        self.engine = self._find_engine()
+        self._setup = setup
+        self._engine = self._find_engine()
 
-    def run(self, *, is_write: bool) -> DiskLeg:
+    def run(self, kind: str) -> DiskLeg:
         """Write or read the file once. It has no jobs to be timed."""
-        direction = "write" if is_write else "read"
-        found = self._run(self.engine, direction, self._bytes, "file")[direction]
-        return DiskLeg(found["io_bytes"] / found["bw_bytes"], [], 0.0, 0.0)
+        direction = "write" if kind == STORE else "read"
+        found = self._run(self._engine, direction, self._setup.leg_bytes, "file")[direction]
+        return DiskLeg(found["io_bytes"] / found["bw_bytes"], [], 0.0, None)
 
-    def version(self) -> str:
-        """Return what it calls itself."""
-        return _output([self._program, "--version"], self.folder).strip()
+    def __str__(self) -> str:
+        """Return what it calls itself, and how it runs."""
+        version = _output([self._program, "--version"], self.folder).strip()
+        return f"{version}, {self._engine}, depth {self._setup.threads}"
 
     def _find_engine(self) -> str:
         refused: FioFailed | None = None
         for engine in ENGINES:
             try:
-                self._run(engine, "write", max(_PROBE_BYTES, self._block_bytes), "probe")
+                self._run(
+                    engine, "write", max(_PROBE_BYTES, self._setup.memory.block_bytes), "probe"
+                )
             except FioFailed as problem:
                 refused = problem
             else:
@@ -72,11 +71,11 @@ class Fio:
             "--name=bench",
             f"--filename={name}",
             f"--size={size}",
-            f"--bs={self._block_bytes}",
+            f"--bs={self._setup.memory.block_bytes}",
             f"--rw={direction}",
-            f"--direct={int(self.is_direct)}",
+            f"--direct={int(self._setup.takes_direct)}",
             f"--ioengine={engine}",
-            f"--iodepth={self._depth}",
+            f"--iodepth={self._setup.threads}",
             "--fallocate=posix",
             "--output-format=json",
         ]

@@ -19,7 +19,8 @@ import torch
 from typing_extensions import override
 
 from kvtier.errors import Misuse, StoreFault
-from stress.bench.disk_sides import DiskSetup, DiskSide, Job, fs_takes_direct
+from kvtier.tools.bench.call_legs import STORE
+from stress.bench.disk_legs import DiskSetup, DiskSide, Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,7 +56,6 @@ class LMCacheSide(DiskSide):
         size = _INDEX_BYTES + setup.memory.slot_count * slot_bytes
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, size)
-        self._takes_direct = fs_takes_direct(self.folder)
         self._keys: list[Any] = []  # of all that it holds
         self._stores: dict[int, Job] = {}  # by LMCache's number of the task
         self._loads: dict[int, Job] = {}
@@ -67,7 +67,7 @@ class LMCacheSide(DiskSide):
                 slot_bytes=slot_bytes,
                 header_bytes=_HEADER_BYTES,
                 meta_total_bytes=_INDEX_BYTES,
-                use_odirect=self._takes_direct,
+                use_odirect=self.is_direct,
                 load_checkpoint_on_init=False,
                 num_store_workers=setup.threads,
                 num_load_workers=setup.threads,
@@ -75,18 +75,14 @@ class LMCacheSide(DiskSide):
         )
 
     @override
-    def store(self, job: Job) -> None:
-        keys, objects = self._arguments(job)
-        self._keys += keys
-        self._stores[self._adapter.submit_store_task(keys, objects)] = job
-
-    @override
-    def load(self, job: Job) -> None:
-        self._loads[self._adapter.submit_load_task(*self._arguments(job))] = job
-
-    def _arguments(self, job: Job) -> tuple[list[Any], list[Any]]:
+    def submit(self, kind: str, job: Job) -> None:
         keys = [self._make_key(chunk_hash=key, model_name="bench", kv_rank=0) for key in job.keys]
-        return keys, [self._objects[slot] for slot in job.slots]
+        objects = [self._objects[slot] for slot in job.slots]
+        if kind == STORE:
+            self._keys += keys
+            self._stores[self._adapter.submit_store_task(keys, objects)] = job
+        else:
+            self._loads[self._adapter.submit_load_task(keys, objects)] = job
 
     @override
     def ended(self) -> Sequence[int]:
@@ -105,11 +101,6 @@ class LMCacheSide(DiskSide):
     def forget(self) -> None:
         self._adapter.delete(self._keys)
         self._keys = []
-
-    @property
-    @override
-    def is_direct(self) -> bool:
-        return self._takes_direct
 
     @override
     def close(self) -> None:

@@ -1,21 +1,17 @@
-"""The tiers that ``stress.bench disk`` compares, each ready for jobs of the same kind.
+"""The sides of ``stress.bench disk`` that are always there, on the same slots.
 
-A job is what either scheduler gives a tier: some blocks, with their keys and
-slots, to be stored or loaded together. All sides work on the same slots, in
-turns. vLLM's side is its tier manager; kvtier's is its whole tier cell, with
-queue, policy, digests and backend, and a recorder where the engine cell has
-its end of the tier.
+vLLM's is its tier manager. kvtier's is its whole tier cell, with queue, policy, digests and
+backend, and a recorder where the engine cell has its end of the tier. ``raw`` is what the disk
+gives with nothing around it.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from typing_extensions import override
@@ -23,23 +19,26 @@ from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.errors import InternalError, Misuse, StoreFault
 from kvtier.hosts.choose import make_host
 from kvtier.hosts.process_host import TierProcess
 from kvtier.plugin_api.backend import BackendContext, Namespace, Outcome
 from kvtier.settings.extra_config import read_settings
+from kvtier.tools.bench.call_legs import LOAD, STORE
+from stress.bench.disk_legs import DiskSetup, DiskSide, Job
 from stress.bench.sides import KVTIER, VLLM, offloading_spec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
-    from kvtier.core.messages import Message
-    from kvtier.plugin_api.slot_memory import SlotMemory
+    from kvtier.core.wire import Message
 
 ENCRYPTED: Final = "kvtier, encrypted"
 KVTIER_FS: Final = "kvtier fs"
+RAW: Final = "raw"
 
 CAPACITY_LEGS: Final = 2.5
 """kvtier's folder holds so many legs' bytes: from the third leg on it overwrites the oldest."""
@@ -50,97 +49,12 @@ REGION_BYTES: Final = 64 << 20
 REGIONS_MIN: Final = 16
 """A folder of fewer would say little of a tier that overwrites one region after the other."""
 
+CALL_BYTES: Final = 8 << 20
+"""Of one raw call: a job of large blocks in one would keep fewer threads busy than tiers have."""
+
 OPEN_TIMEOUT_S: Final = 60.0
 CLOSE_TIMEOUT_S: Final = 30.0
 POLL_S: Final = 0.001
-
-
-class Job(NamedTuple):
-    """Blocks that are stored or loaded together."""
-
-    number: int  #: no other job of the same side has it
-    keys: tuple[bytes, ...]
-    slots: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class DiskSetup:
-    """What all sides share. ``folder`` gets a folder a side."""
-
-    folder: Path
-    memory: SlotMemory
-    view: memoryview  #: the same slots, one row each
-    threads: int
-
-    @property
-    def leg_bytes(self) -> int:
-        """How much one leg moves: each slot once."""
-        return self.memory.slot_count * self.memory.block_bytes
-
-
-def side_folder(setup: DiskSetup, name: str) -> Path:
-    """Return the folder of the side with this name."""
-    return setup.folder / name.replace(", ", "-")
-
-
-def fs_takes_direct(folder: Path) -> bool:
-    """Tell whether files in this folder can be opened with O_DIRECT. Raises ``OSError``."""
-    path = folder / "direct"
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
-    except OSError as refused:
-        if refused.errno != errno.EINVAL:
-            raise
-        return False
-    finally:
-        path.unlink(missing_ok=True)
-    return True
-
-
-class DiskSide(ABC):
-    """One tier. Everything is called from one thread, as a scheduler does."""
-
-    def __init__(self, name: str, setup: DiskSetup) -> None:
-        self.name = name
-        self.folder = side_folder(setup, name)
-
-    @abstractmethod
-    def store(self, job: Job) -> None:
-        """Begin to store a job's blocks from their slots. Does not wait."""
-
-    @abstractmethod
-    def load(self, job: Job) -> None:
-        """Begin to load a job's blocks into their slots. Does not wait."""
-
-    @abstractmethod
-    def ended(self) -> Sequence[int]:
-        """Return the jobs that have ended since the last call; all of their blocks are done.
-
-        Raises ``StoreFault`` if any is not. Does not wait.
-        """
-
-    def end_step(self) -> None:  # noqa: B027 - most sides need none
-        """Do what is done once at the end of a scheduler's step."""
-
-    def forget(self) -> None:  # noqa: B027 - most sides are bounded
-        """Make room for the next blocks, if the side doesn't do it by itself."""
-
-    @property
-    @abstractmethod
-    def is_direct(self) -> bool:
-        """Whether it opens its files with O_DIRECT."""
-
-    def counters(self) -> Mapping[str, int]:
-        """Return what the side itself has counted."""
-        return {}
-
-    def cpu_seconds(self) -> float:
-        """Return the processor time that was taken so far, by all threads of all processes."""
-        return time.process_time()
-
-    @abstractmethod
-    def close(self) -> None:
-        """End all threads."""
 
 
 class VLLMSide(DiskSide):
@@ -152,33 +66,29 @@ class VLLMSide(DiskSide):
 
     def __init__(self, setup: DiskSetup) -> None:
         super().__init__(VLLM, setup)
-        readers = setup.threads // 2
+        memory, readers = setup.memory, setup.threads // 2
         self._tier = FileSystemTierManager(
             offloading_spec(),
-            setup.view,
+            memory.buffer.cast("B", (memory.slot_count, memory.block_bytes)),
             "fs",
             root_dir=str(self.folder),
             n_read_threads=readers,
             n_write_threads=setup.threads - readers,
         )
         self._context = ReqContext(req_id="bench")
+        self.is_direct = bool(self._tier._use_o_direct)  # noqa: SLF001 - it says so nowhere else
 
     @override
-    def store(self, job: Job) -> None:
-        self._tier.submit_store(self._transfer(job, is_load=False))
-
-    @override
-    def load(self, job: Job) -> None:
-        self._tier.submit_load(self._transfer(job, is_load=True))
-
-    def _transfer(self, job: Job, *, is_load: bool) -> Any:  # noqa: ANN401 - vLLM has no stubs
-        return TransferJob(
+    def submit(self, kind: str, job: Job) -> None:
+        begin = self._tier.submit_store if kind == STORE else self._tier.submit_load
+        transfer = TransferJob(
             job_id=job.number,
             keys=job.keys,
             chunk_ids=np.array(job.slots, dtype=np.int32),
-            is_promotion=is_load,
+            is_promotion=kind == LOAD,
             req_context=self._context,
         )
+        begin(transfer)
 
     @override
     def ended(self) -> Sequence[int]:
@@ -192,25 +102,44 @@ class VLLMSide(DiskSide):
     def forget(self) -> None:
         empty_files(self.folder)
 
-    @property
-    @override
-    def is_direct(self) -> bool:
-        return bool(self._tier._use_o_direct)  # noqa: SLF001 - it says so nowhere else
-
     @override
     def close(self) -> None:
         self._tier.shutdown()
 
 
+def disk_side(setup: DiskSetup, key_file: Path | None = None) -> TierSide:
+    """Return kvtier's ``disk`` tier. ``key_file``: encrypts with the key in it."""
+    capacity_bytes = int(CAPACITY_LEGS * setup.leg_bytes)
+    is_large = capacity_bytes >= REGIONS_MIN * REGION_BYTES
+    options = {
+        "type": "disk",
+        "capacity_bytes": capacity_bytes,
+        **({"region_bytes": REGION_BYTES} if is_large else {}),
+        "io_depth": setup.threads,
+        # What is loaded here was stored last; lru evicts what was stored first.
+        "eviction_policy": "lru",
+        **({"encryption_key_file": str(key_file)} if key_file else {}),
+    }
+    return TierSide(ENCRYPTED if key_file else KVTIER, setup, options, "path")
+
+
+def fs_side(setup: DiskSetup) -> TierSide:
+    """Return kvtier's ``fs`` tier: a file a block, as vLLM's has, with a digest in each."""
+    threads = dict.fromkeys(("n_read_threads", "n_write_threads"), setup.threads)
+    return TierSide(KVTIER_FS, setup, {"type": "fs", **threads}, "root_dir")
+
+
 class TierSide(DiskSide):
     """One of kvtier's tiers, in its cell."""
 
-    def __init__(self, name: str, setup: DiskSetup, options: Mapping[str, object]) -> None:
+    def __init__(
+        self, name: str, setup: DiskSetup, options: Mapping[str, object], folder_option: str
+    ) -> None:
         """``options``: the tier's, as an entry of ``secondary_tiers`` has them."""
         super().__init__(name, setup)
         memory = setup.memory
         config = read_settings(
-            {"secondary_tiers": [dict(options)]},
+            {"secondary_tiers": [{**options, folder_option: str(self.folder)}]},
             slot_count=memory.slot_count,
             block_bytes=memory.block_bytes,
         )
@@ -224,6 +153,7 @@ class TierSide(DiskSide):
         )
         assert self._tier.traits is not None, "a tier that is made"
         capacity_blocks = self._tier.traits.capacity_blocks
+        self._is_bounded = capacity_blocks is not None
         if capacity_blocks is not None and capacity_blocks < memory.slot_count:
             self._tier.close(CLOSE_TIMEOUT_S)
             raise Misuse(
@@ -238,38 +168,40 @@ class TierSide(DiskSide):
             raise
 
     @override
-    def store(self, job: Job) -> None:
-        self._post(
-            m.StoreJob(job=job.number, request=str(job.number), keys=job.keys, slots=job.slots)
-        )
-        self._keys[job.number] = job.keys
-
-    @override
-    def load(self, job: Job) -> None:
-        self._post(m.LoadJob(job=job.number, keys=job.keys, slots=job.slots))
-        self._keys[job.number] = job.keys
+    def submit(self, kind: str, job: Job) -> None:
+        number, keys, slots = job
+        if kind == STORE:
+            self._post(wire.StoreJob(job=number, request=str(number), keys=keys, slots=slots))
+        else:
+            self._post(wire.LoadJob(job=number, keys=keys, slots=slots))
+        self._keys[number] = keys
 
     @override
     def ended(self) -> Sequence[int]:
         numbers = []
         self._tier.poll()
         for message in self._answers.take():
-            if isinstance(message, m.TierBroke):
-                raise StoreFault(f"the disk tier broke: {message.reason}")
-            if isinstance(message, m.ProbeAnswer):
+            if isinstance(message, wire.TierBroke):
+                raise StoreFault(f"{self.name}: the tier broke: {message.reason}")
+            if isinstance(message, wire.ProbeAnswer):
                 self._is_open = True
-            if isinstance(message, m.JobEnded):
+            if isinstance(message, wire.JobEnded):
                 _check_outcomes(message)
                 numbers.append(message.job)
                 # Each job is a request's, which is over with it: the policy is to know.
                 self._post(
-                    m.RequestEnded(request=str(message.job), order=self._keys.pop(message.job))
+                    wire.RequestEnded(request=str(message.job), order=self._keys.pop(message.job))
                 )
         return numbers
 
     @override
     def end_step(self) -> None:
         self._tier.wake()
+
+    @override
+    def forget(self) -> None:
+        if not self._is_bounded:
+            empty_files(self.folder)
 
     @override
     def counters(self) -> Mapping[str, int]:
@@ -292,7 +224,7 @@ class TierSide(DiskSide):
 
     def _wait_until_open(self) -> None:
         """Wait until the tier answers: it does when its backend has been opened."""
-        self._post(m.Probe(probe=0, keys=()))
+        self._post(wire.Probe(probe=0, keys=()))
         self._tier.wake()
         deadline_s = time.monotonic() + OPEN_TIMEOUT_S
         while not self._is_open:
@@ -302,52 +234,96 @@ class TierSide(DiskSide):
             time.sleep(POLL_S)
 
 
-class KVTierSide(TierSide):
-    """kvtier's ``disk`` tier. ``key_file``: encrypts with the key in it."""
+class _Recorder:
+    """Stands where the engine cell has its end of the tier."""
 
-    def __init__(self, setup: DiskSetup, key_file: Path | None = None) -> None:
-        name = ENCRYPTED if key_file else KVTIER
-        capacity_bytes = int(CAPACITY_LEGS * setup.leg_bytes)
-        is_large = capacity_bytes >= REGIONS_MIN * REGION_BYTES
-        options = {
-            "type": "disk",
-            "path": str(side_folder(setup, name)),
-            "capacity_bytes": capacity_bytes,
-            **({"region_bytes": REGION_BYTES} if is_large else {}),
-            "io_depth": setup.threads,
-            # What is loaded here was stored last; lru evicts what was stored first.
-            "eviction_policy": "lru",
-            **({"encryption_key_file": str(key_file)} if key_file else {}),
-        }
-        super().__init__(name, setup, options)
+    def __init__(self) -> None:
+        self.waiting: deque[Message] = deque()
+        self.counted: Mapping[str, int] = {}  # by the backend, as last reported
 
-    @property
-    @override
-    def is_direct(self) -> bool:
-        return "direct_refused" not in self.counters()
+    def post(self, message: Message) -> bool:
+        """Keep the message."""
+        if isinstance(message, wire.Counted):
+            self.counted = message.counters
+        else:
+            self.waiting.append(message)
+        return True
+
+    def take(self) -> list[Message]:
+        """Return what has come since the last call."""
+        return [self.waiting.popleft() for _ in range(len(self.waiting))]
 
 
-class FsSide(TierSide):
-    """kvtier's ``fs`` tier: a file a block, as vLLM's has, with a digest in each."""
+def _check_outcomes(message: wire.JobEnded) -> None:
+    # Counted first: names for each block would be a pause of the busy thread's own.
+    if message.outcomes.count(Outcome.DONE) < len(message.outcomes):
+        others = {Outcome(outcome).name for outcome in message.outcomes} - {Outcome.DONE.name}
+        raise StoreFault(
+            f"the tier ended job {message.job} with {', '.join(sorted(others))} "
+            "for some of its blocks; its log says why"
+        )
+
+
+class RawSide(DiskSide):
+    """``pwritev`` and ``preadv`` on one preallocated file as long as a leg, in threads.
+
+    No keys, no index, no digests, nothing is ever evicted. A job's blocks lie one behind the other.
+    Rounds that are not measured write all of the file first, which converts its extents.
+    """
 
     def __init__(self, setup: DiskSetup) -> None:
-        self._takes_direct = fs_takes_direct(setup.folder)
-        options = {
-            "type": "fs",
-            "root_dir": str(side_folder(setup, KVTIER_FS)),
-            "n_read_threads": setup.threads,
-            "n_write_threads": setup.threads,
-        }
-        super().__init__(KVTIER_FS, setup, options)
+        super().__init__(RAW, setup)
+        self._memory = setup.memory
+        self._places: dict[bytes, int] = {}  # first key of a job → where its blocks begin
+        self._calls: dict[int, list[Future[None]]] = {}  # by job
+        self.folder.mkdir()
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if self.is_direct else 0)
+        self._descriptor = os.open(self.folder / "raw", flags, 0o600)
+        os.posix_fallocate(self._descriptor, 0, setup.leg_bytes)
+        self._threads = ThreadPoolExecutor(setup.threads, thread_name_prefix="raw")
+
+    @override
+    def submit(self, kind: str, job: Job) -> None:
+        views, block_bytes = self._memory.views(job.slots), self._memory.block_bytes
+        end = len(self._places) * len(views) * block_bytes
+        place = self._places.setdefault(job.keys[0], end)
+        call = os.pwritev if kind == STORE else os.preadv
+        size = max(1, CALL_BYTES // block_bytes)
+        self._calls[job.number] = [
+            self._threads.submit(
+                _move, call, self._descriptor, views[at : at + size], place + at * block_bytes
+            )
+            for at in range(0, len(views), size)
+        ]
+
+    @override
+    def ended(self) -> Sequence[int]:
+        ended = [job for job, calls in self._calls.items() if all(each.done() for each in calls)]
+        for job in ended:
+            for call in self._calls.pop(job):
+                call.result()  # raises what it raised
+        return ended
 
     @override
     def forget(self) -> None:
-        empty_files(self.folder)
+        self._places.clear()
 
-    @property
     @override
-    def is_direct(self) -> bool:
-        return self._takes_direct and "direct_refused" not in self.counters()
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        os.close(self._descriptor)
+
+
+def _move(
+    call: Callable[[int, list[memoryview], int], int],
+    descriptor: int,
+    views: list[memoryview],
+    at: int,
+) -> None:
+    expected = sum(view.nbytes for view in views)
+    count = call(descriptor, views, at)
+    if count != expected:
+        raise StoreFault(f"raw: moved {count} of {expected} bytes. Is the disk full?")
 
 
 def empty_files(root: Path) -> None:
@@ -361,33 +337,3 @@ def empty_files(root: Path) -> None:
             path = os.path.join(parent, name)
             if os.stat(path).st_size:
                 os.truncate(path, 0)
-
-
-class _Recorder:
-    """Stands where the engine cell has its end of the tier."""
-
-    def __init__(self) -> None:
-        self.waiting: deque[Message] = deque()
-        self.counted: Mapping[str, int] = {}  # by the backend, as last reported
-
-    def post(self, message: Message) -> bool:
-        """Keep the message."""
-        if isinstance(message, m.Counted):
-            self.counted = message.counters
-        else:
-            self.waiting.append(message)
-        return True
-
-    def take(self) -> list[Message]:
-        """Return what has come since the last call."""
-        return [self.waiting.popleft() for _ in range(len(self.waiting))]
-
-
-def _check_outcomes(message: m.JobEnded) -> None:
-    # Counted first: names for each block would be a pause of the busy thread's own.
-    if message.outcomes.count(Outcome.DONE) < len(message.outcomes):
-        others = {Outcome(outcome).name for outcome in message.outcomes} - {Outcome.DONE.name}
-        raise StoreFault(
-            f"the disk tier ended job {message.job} with {', '.join(sorted(others))} "
-            "for some of its blocks; its log says why"
-        )

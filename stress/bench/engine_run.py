@@ -1,31 +1,22 @@
-"""One engine of ``stress.bench engine``, in a process of its own.
+"""One engine of ``stress.bench engine``, in a process of its own: figures of each phase.
 
-``stress/bench/children.py`` starts it with a JSON job; its last line on
-stdout is the JSON result: one entry a phase. The engine core runs in this
-process, so that phases can be told apart and manager calls be timed.
+The engine core runs in this process, so that phases can be told apart and manager calls be timed.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm import SamplingParams
-from vllm.inputs import TokensPrompt
-
-from kvtier.errors import InternalError
-from kvtier.tools.demo.engine import make_model, make_prompts, start_engine
+from kvtier.tools.demo.engine import make_prompts
+from stress.bench.driven_engine import DrivenEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 ENGINE_BLOCKS: Final = 320  #: of the engine's own KV cache: ten prompts of 1,000 tokens at once
 MODEL_TOKENS_MAX: Final = 2_000
-SETTLE_TIMEOUT_S: Final = 60.0
 OUTPUT_TOKENS: Final = 4
 LOAD_OUTPUT_TOKENS: Final = 32
 
@@ -49,24 +40,51 @@ TIMED_CALLS: Final = (
 )
 
 
-def main() -> None:
-    """Run the phases of the job in ``argv[1]`` and print their figures."""
-    job = json.loads(sys.argv[1])
-    model = Path(job["model"])
-    if not model.exists():
-        make_model(model)
-    run = EngineRun(job)
-    run.generate(make_prompts(1, job["prompt_tokens"], job["seed"] + 1))  # the engine's warm-up
-    known = make_prompts(job["prompts"], job["prompt_tokens"], job["seed"])
-    new = make_prompts(job["prompts"] // 2, job["prompt_tokens"], job["seed"] + 2)
-    result = {}
+def main(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Run the phases of a job, by name."""
+    tokens_max = MODEL_TOKENS_MAX + LOAD_OUTPUT_TOKENS
+    engine = DrivenEngine(
+        job,
+        num_gpu_blocks_override=ENGINE_BLOCKS,
+        max_model_len=tokens_max,
+        max_num_batched_tokens=tokens_max,
+    )
+    timer = CallTimer(engine.manager)
+    count, tokens, seed = job["prompts"], job["prompt_tokens"], job["seed"]
+    engine.generate(make_prompts(1, tokens, seed + 1), OUTPUT_TOKENS)  # the engine's warm-up
+    known = make_prompts(count, tokens, seed)
+    new = make_prompts(count // 2, tokens, seed + 2)
+    found = {}
     for name in job["phases"]:
-        if name == LOAD:
-            result[name] = run.load_phase([*known, *new])
-        else:
-            result[name] = run.phase(known, from_disk=name == DISK)
-    run.llm.llm_engine.engine_core.shutdown()
-    print(json.dumps(result))
+        engine.forget(dram_too=name == DISK)
+        timer.restart()
+        measured = _under_load(engine, [*known, *new]) if name == LOAD else _alone(engine, known)
+        found[name] = {**measured, **timer.figures()}
+        engine.settle()
+    engine.close()
+    yield found
+
+
+def _alone(engine: DrivenEngine, prompts: Sequence[list[int]]) -> dict[str, Any]:
+    """Run prompts one after the other, so that each waits for nothing but its own blocks."""
+    generated = [engine.generate([prompt], OUTPUT_TOKENS)[0] for prompt in prompts]
+    return {
+        "tokens": [each.tokens for each in generated],
+        "cached_tokens": sum(each.cached_tokens for each in generated),
+        "first_token_s": [each.first_token_s for each in generated],
+    }
+
+
+def _under_load(engine: DrivenEngine, prompts: Sequence[list[int]]) -> dict[str, Any]:
+    """Run all prompts at once; none is in the engine's own cache."""
+    started = time.perf_counter()
+    generated = engine.generate(prompts, LOAD_OUTPUT_TOKENS)
+    seconds = time.perf_counter() - started
+    tokens = sum(map(len, prompts)) + sum(len(each.tokens) for each in generated)
+    return {
+        "cached_tokens": sum(each.cached_tokens for each in generated),
+        "tokens_per_s": tokens / seconds,
+    }
 
 
 class CallTimer:
@@ -113,78 +131,3 @@ class CallTimer:
                 self._steps += ends_step
 
         return timed
-
-
-class EngineRun:
-    """The engine, and the phases it is put through."""
-
-    def __init__(self, job: dict[str, Any]) -> None:
-        tokens_max = MODEL_TOKENS_MAX + LOAD_OUTPUT_TOKENS
-        self.llm = start_engine(
-            job,
-            num_gpu_blocks_override=ENGINE_BLOCKS,
-            max_model_len=tokens_max,
-            max_num_batched_tokens=tokens_max,
-        )
-        self._core = self.llm.llm_engine.engine_core.engine_core
-        connector = self._core.scheduler.get_kv_connector()
-        self._timer = CallTimer(connector.connector_scheduler.manager)
-
-    def generate(self, prompts: Sequence[list[int]], output_tokens: int = OUTPUT_TOKENS) -> Any:  # noqa: ANN401 - vLLM's outputs
-        """Generate greedily from all prompts, submitted at once."""
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
-        )
-        return self.llm.generate(
-            [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], sampling, use_tqdm=False
-        )
-
-    def phase(self, prompts: Sequence[list[int]], *, from_disk: bool) -> dict[str, Any]:
-        """Run prompts one after the other, so that each waits for nothing but its own blocks."""
-        self._forget(dram_too=from_disk)
-        outputs = [self.generate([prompt])[0] for prompt in prompts]
-        figures = self._timer.figures()
-        self._settle()
-        return {
-            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-            "cached_tokens": sum(int(output.num_cached_tokens or 0) for output in outputs),
-            "first_token_s": [output.metrics.first_token_latency for output in outputs],
-            **figures,
-        }
-
-    def load_phase(self, prompts: Sequence[list[int]]) -> dict[str, Any]:
-        """Run all prompts at once; none is in the engine's own cache."""
-        self._forget(dram_too=False)
-        started = time.perf_counter()
-        outputs = self.generate(prompts, LOAD_OUTPUT_TOKENS)
-        seconds = time.perf_counter() - started
-        figures = self._timer.figures()
-        self._settle()
-        tokens = sum(map(len, prompts)) + sum(
-            len(output.outputs[0].token_ids) for output in outputs
-        )
-        return {
-            "cached_tokens": sum(int(output.num_cached_tokens or 0) for output in outputs),
-            "tokens_per_s": tokens / seconds,
-            **figures,
-        }
-
-    def _forget(self, *, dram_too: bool) -> None:
-        """Empty the engine's own prefix cache, and the primary tier if asked to."""
-        self._settle()
-        if not self.llm.reset_prefix_cache(reset_connector=dram_too):
-            raise InternalError("the engine's own prefix cache could not be emptied")
-        self._settle()  # kvtier counts steps before it reuses slots after a reset (vLLM 0.32)
-        self._timer.restart()
-
-    def _settle(self) -> None:
-        """Step until the engine has nothing to do, its tiers included."""
-        deadline = time.monotonic() + SETTLE_TIMEOUT_S
-        while self._core.scheduler.has_requests():
-            self.llm.llm_engine.step()
-            if time.monotonic() > deadline:
-                raise InternalError(f"the engine was not at rest after {SETTLE_TIMEOUT_S} s")
-
-
-if __name__ == "__main__":
-    main()

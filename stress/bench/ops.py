@@ -1,4 +1,4 @@
-"""What each call costs the scheduler thread: both managers in one process.
+"""``stress.bench ops``: what each call costs the scheduler thread, both managers in one process.
 
 Requests alternate between the sides, and who goes first alternates too, so
 that a noisy machine and a warm cache favour neither. A run builds both
@@ -11,35 +11,57 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtier.errors import Misuse
+from kvtier.settings.plugins import make_policy
 from kvtier.tools.bench.percentile import percentile
+from kvtier.tools.cli.terminal import progress
 from kvtier.tools.held_signals import HeldSignals
+from stress.bench.children import run_child
+from stress.bench.harness import RUNS, SEED, Option, Report, orders, own_folder, ratio
+from stress.bench.ops_tables import show_calls, show_memory, show_scale
+from stress.bench.picture import check_can_draw, draw_scale
 from stress.bench.sides import KVTIER, SIDES, VLLM, ManagerSide, Setup, vllm_policy_beside
-from stress.bench.turns import (
-    BOUND_OF,
-    LOOKUP_ASKED,
-    LOOKUP_PROBING,
-    PER_CALL,
-    RequestPlayer,
-    Stopwatch,
-)
+from stress.bench.turns import Call, RequestPlayer, Stopwatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    import argparse
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+OPTIONS: Final = (
+    Option("--blocks", 20_000, "blocks that are resident"),
+    Option("--request-blocks", 512, "blocks in each request"),
+    Option("--policies", "lru", "eviction policies of kvtier to measure, e.g. lru,reuse"),
+    RUNS,
+    Option(
+        "--secondary-tiers",
+        0,
+        "1 gives both sides an fs tier, which is idle while calls are timed",
+        least=0,
+        choices=(0, 1),
+    ),
+    Option(
+        "--scale",
+        None,
+        "measure the cost of a key at each number of resident blocks: 1e3,1e4,1e5,1e6",
+    ),
+    Option("--picture", None, "plot what --scale measures to this file, as PNG"),
+)
 
 BLOCK_BYTES: Final = 4096
 """Of each slot. No byte of it is touched without a tier; a tier's files want whole pages."""
 
-LRU_FACTOR_MAX: Final = 2.0
-"""A policy may cost this many times what lru does."""
-
-_SEED: Final = 2026
-_WARM_UP_REQUESTS: Final = 8
-_PROBED_REQUESTS: Final = 12
+SCALE_REQUEST_BLOCKS: Final = 128  #: the same at every size, and a tenth of the smallest
+SCALE_SAMPLES: Final = 150
+BLOCK_BYTES_MAX: Final = 400  #: of memory for each resident block, everything included
+GC_PAUSE_MS_MAX: Final = 5.0
+WARM_UP_REQUESTS: Final = 8
+PROBED_REQUESTS: Final = 12
 
 
 @dataclass(frozen=True)
@@ -50,7 +72,6 @@ class OpsOptions:
     request_blocks: int
     runs: int
     with_tier: bool = False
-    self_describing: bool = False  #: KV events carry tokens and parents
     samples: int | None = None  #: requests of each kind whose calls are timed; None: all that fit
 
     @property
@@ -62,125 +83,80 @@ class OpsOptions:
 Watches = dict[str, Stopwatch]
 
 
-def measure(options: OpsOptions, policy: str, on_run: Callable[[], object]) -> dict[str, Any]:
+def measure(asked: argparse.Namespace, report: Report) -> None:
+    """Measure calls, then calls at each size, then memory and pauses."""
+    policies, sizes = _policies(asked.policies), _sizes(asked.scale)
+    if asked.picture:
+        if not sizes:
+            raise Misuse("--picture draws what --scale measures: give both.")
+        check_can_draw(asked.picture)
+    request_blocks = min(asked.request_blocks, asked.blocks)
+    options = OpsOptions(asked.blocks, request_blocks, asked.runs, bool(asked.secondary_tiers))
+    at_sizes = [
+        OpsOptions(size, min(SCALE_REQUEST_BLOCKS, size), asked.runs, samples=SCALE_SAMPLES)
+        for size in sizes
+    ]
+    report |= {"policies": [], "scale": [], "memory": []}
+    for key, each in [("policies", options), *(("scale", at_size) for at_size in at_sizes)]:
+        for policy in policies:
+            with progress(f"calls at {each.blocks:,} blocks, {policy}", each.runs + 1) as shown:
+                report[key].append(measure_policy(each, policy, shown.advance))
+    most = max([*sizes, asked.blocks])
+    report["memory"] += [_weigh(policy, most, request_blocks) for policy in policies]
+    if asked.picture:
+        draw_scale(report["scale"], asked.picture)
+
+
+def show(report: Report) -> None:
+    """Print the tables."""
+    show_calls(report["policies"], report["options"]["runs"])
+    show_scale(report["scale"])
+    show_memory(report["memory"], BLOCK_BYTES_MAX, GC_PAUSE_MS_MAX)
+
+
+def _policies(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise Misuse("--policies names none. Give one at least, e.g. lru.")
+    for name in names:
+        make_policy(name, 1)  # an unknown one is refused before the first run
+    return names
+
+
+def _sizes(text: str | None) -> list[int]:
+    try:
+        sizes = [int(float(word)) for word in (text or "").split(",") if word.strip()]
+    except (ValueError, OverflowError):
+        raise Misuse(f"--scale {text!r} must be numbers of blocks: 1e3,1e4,1e5,1e6.") from None
+    if any(size < 1 for size in sizes):
+        raise Misuse(f"--scale {text!r}: every number must be at least 1.")
+    return sizes
+
+
+def measure_policy(
+    options: OpsOptions, policy: str, on_run: Callable[[], object]
+) -> dict[str, Any]:
     """Return all figures of one policy. ``on_run`` is called after each run and the warm-up."""
-    play(replace(options, blocks=_WARM_UP_REQUESTS * options.request_blocks), policy)
+    _play(replace(options, blocks=WARM_UP_REQUESTS * options.request_blocks), policy)
     on_run()
     runs = []
     for _ in range(options.runs):
-        runs.append(play(options, policy))
+        runs.append(_play(options, policy))
         on_run()
     return {
         "policy": policy,
         "vllm_policy": vllm_policy_beside(policy),
         "blocks": options.requests * options.request_blocks,
-        "calls": {name: figures(name, runs) for name in BOUND_OF if runs[0][KVTIER].ns[name]},
+        "calls": {name: figures(name, runs) for name in Call if runs[0][KVTIER].ns[name]},
     }
 
 
-def play(options: OpsOptions, policy: str) -> Watches:
-    """Play one run on fresh managers and return what each side's calls took.
-
-    Ctrl-C interrupts it between two requests: managers take locks inside.
-    """
-    watches = {name: Stopwatch() for name in SIDES}
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder, HeldSignals() as signals:
-        place = Path(folder)
-        if not options.with_tier:
-            _play_probes(options, policy, place, watches, signals)
-        sides = _build(options, policy, place if options.with_tier else None)
-        try:
-            _play_requests(options, sides, watches, signals)
-        finally:
-            _close(sides)
-    return watches
-
-
-def _play_requests(
-    options: OpsOptions, sides: Sequence[ManagerSide], watches: Watches, signals: HeldSignals
-) -> None:
-    players = [RequestPlayer(side, watches[side.name]) for side in sides]
-    count = options.request_blocks
-    stored = options.requests
-    samples = options.samples or stored
-    loads = random.Random(_SEED).choices(range(stored), k=samples)
-    for number in range(stored):
-        for player in _alternating(players, number, signals):
-            if number < stored - samples:
-                player.fill(number * count, count)
-            else:
-                player.store(number * count, count)
-    for number, request in enumerate(loads):
-        for player in _alternating(players, number, signals):
-            player.load(request * count, count)
-            player.decode()
-    for number in range(stored, stored + samples):
-        for player in _alternating(players, number, signals):
-            player.store(number * count, count, evicting=True)
-
-
-def _play_probes(
-    options: OpsOptions, policy: str, folder: Path, watches: Watches, signals: HeldSignals
-) -> None:
-    """Add lookups that ask a tier: a run without tiers has none. Nothing is stored."""
-    few = replace(options, blocks=options.request_blocks)
-    sides = _build(few, policy, folder)
-    try:
-        probes = {side.name: Stopwatch() for side in sides}
-        players = [RequestPlayer(side, probes[side.name]) for side in sides]
-        for number in range(_PROBED_REQUESTS):
-            for player in _alternating(players, number, signals):
-                player.ask(number * options.request_blocks, options.request_blocks)
-    finally:
-        _close(sides)
-    for name, watch in probes.items():
-        for call in (LOOKUP_ASKED, LOOKUP_PROBING):
-            watches[name].take_over(call, watch)
-
-
-def _alternating(
-    players: Sequence[RequestPlayer], number: int, signals: HeldSignals
-) -> Iterator[RequestPlayer]:
-    """Yield the players for one request each, and let a signal through after each."""
-    for player in players if number % 2 else players[::-1]:
-        yield player
-        signals.check()
-
-
-def _build(options: OpsOptions, policy: str, tier_folder: Path | None) -> list[ManagerSide]:
-    setup = Setup(
-        options.requests * options.request_blocks,
-        BLOCK_BYTES,
-        policy,
-        tier_folder,
-        self_describing=options.self_describing,
-    )
-    sides: list[ManagerSide] = []
-    try:
-        sides += [ManagerSide(name, setup) for name in SIDES]
-    except BaseException:
-        _close(sides)
-        raise
-    gc.freeze()  # as vLLM's engine core does when it has started; the last run has collected
-    return sides
-
-
-def _close(sides: list[ManagerSide]) -> None:
-    for side in sides:
-        side.close()
-    sides.clear()
-    gc.unfreeze()
-    gc.collect()
-
-
-def figures(name: str, runs: Sequence[Watches]) -> dict[str, Any]:
+def figures(name: Call, runs: Sequence[Watches]) -> dict[str, Any]:
     """Return one call's figures: medians of the runs' medians, and the ratios."""
     medians = {side: [statistics.median(run[side].ns[name]) for run in runs] for side in SIDES}
-    ratios = [ours / theirs for ours, theirs in zip(medians[KVTIER], medians[VLLM], strict=True)]
-    bound = BOUND_OF[name]
-    ratio = statistics.median(medians[KVTIER]) / statistics.median(medians[VLLM])
+    compared = ratio(medians[KVTIER], medians[VLLM])
     return {
-        "unit": "ns/call" if name in PER_CALL else "ns/key",
+        "unit": name.unit,
         **{
             side: {
                 "median_ns": statistics.median(medians[side]),
@@ -188,9 +164,88 @@ def figures(name: str, runs: Sequence[Watches]) -> dict[str, Any]:
             }
             for side in SIDES
         },
-        "ratio": ratio,
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "bound": bound,
-        "holds": None if bound is None else ratio <= bound,
+        **compared,
+        "bound": name.bound,
+        "holds": None if name.bound is None else compared["ratio"] <= name.bound,
     }
+
+
+def _weigh(policy: str, blocks: int, request_blocks: int) -> dict[str, Any]:
+    """Return each side's memory and pauses, measured in a process of its own."""
+    job = {"policy": policy, "blocks": blocks, "request_blocks": request_blocks}
+    weighed: dict[str, Any] = {"policy": policy}
+    with progress(f"memory and pauses at {blocks:,} blocks, {policy}", len(SIDES)) as shown:
+        for side in SIDES:
+            weighed[side] = run_child("stress.bench.resident", {**job, "side": side}, {})
+            shown.advance()
+    ours = weighed[KVTIER]
+    weighed["bytes_hold"] = ours["traced_bytes_per_block"] <= BLOCK_BYTES_MAX
+    weighed["gc_holds"] = ours["gc_longest_ms"] <= GC_PAUSE_MS_MAX
+    return weighed
+
+
+def _play(options: OpsOptions, policy: str) -> Watches:
+    """Play one run on fresh managers and return what each side's calls took.
+
+    Ctrl-C interrupts it between two requests: managers take locks inside.
+    """
+    watches = {name: Stopwatch() for name in SIDES}
+    with own_folder() as folder, HeldSignals() as signals:
+        if not options.with_tier:  # there are no lookups that ask a tier: they get one of their own
+            few = replace(options, blocks=options.request_blocks)
+            probes = {name: Stopwatch() for name in SIDES}
+            asks = [(RequestPlayer.ask, number) for number in range(PROBED_REQUESTS)]
+            _play_requests(few, policy, folder, probes, signals, asks)
+            for name in SIDES:
+                for call in (Call.LOOKUP_ASKED, Call.LOOKUP_PROBING):
+                    watches[name].take_over(call, probes[name])
+        place = folder if options.with_tier else None
+        _play_requests(options, policy, place, watches, signals, _requests(options))
+    return watches
+
+
+Play = Callable[[RequestPlayer, int, int], None]
+
+
+def _requests(options: OpsOptions) -> Iterator[tuple[Play, int]]:
+    """Yield how each request is played, and its number: fill, load what is there, evict."""
+    stored = options.requests
+    samples = options.samples or stored
+    for number in range(stored):
+        yield RequestPlayer.fill if number < stored - samples else RequestPlayer.store, number
+    for number in random.Random(SEED).choices(range(stored), k=samples):
+        yield RequestPlayer.load_and_decode, number
+    for number in range(stored, stored + samples):
+        yield partial(RequestPlayer.store, evicting=True), number
+
+
+def _play_requests(
+    options: OpsOptions,
+    policy: str,
+    tier_folder: Path | None,
+    watches: Watches,
+    signals: HeldSignals,
+    requests: Iterable[tuple[Play, int]],
+) -> None:
+    count = options.request_blocks
+    setup = Setup(options.requests * count, BLOCK_BYTES, policy, tier_folder)
+    sides: list[ManagerSide] = []
+    try:
+        sides.extend(ManagerSide(name, setup) for name in SIDES)
+        gc.freeze()  # as vLLM's engine core does when it has started; the last run has collected
+        turns = orders([RequestPlayer(side, watches[side.name]) for side in sides])
+        for play, number in requests:
+            for player in next(turns):
+                play(player, number * count, count)
+                signals.check()
+    finally:
+        close_all(sides)
+
+
+def close_all(sides: list[ManagerSide]) -> None:
+    """Close them, and leave nothing of them to the garbage collector."""
+    for side in sides:
+        side.close()
+    sides.clear()
+    gc.unfreeze()
+    gc.collect()

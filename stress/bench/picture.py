@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtier.errors import Misuse
+from kvtier.tools.cli.terminal import check_can_write
 from stress.bench.sides import KVTIER, VLLM
-from stress.bench.turns import (
-    COMPLETE_LOAD,
-    COMPLETE_STORE,
-    LOOKUP_HIT,
-    LOOKUP_MISS,
-    PREPARE_LOAD,
-    PREPARE_STORE,
-    PREPARE_STORE_EVICTING,
-    TOUCH,
-)
+from stress.bench.turns import Call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PANELS: Final = (
-    LOOKUP_HIT,
-    LOOKUP_MISS,
-    PREPARE_STORE,
-    PREPARE_STORE_EVICTING,
-    COMPLETE_STORE,
-    PREPARE_LOAD,
-    COMPLETE_LOAD,
-    TOUCH,
+    Call.LOOKUP_HIT,
+    Call.LOOKUP_MISS,
+    Call.PREPARE_STORE,
+    Call.PREPARE_STORE_EVICTING,
+    Call.COMPLETE_STORE,
+    Call.PREPARE_LOAD,
+    Call.COMPLETE_LOAD,
+    Call.TOUCH,
 )
 PANELS_A_ROW: Final = 4
 PANEL_INCHES: Final = (3.0, 2.5)
 DOTS_PER_INCH: Final = 110
-VLLM_COLOUR: Final = "tab:orange"
+VLLM_LABEL, VLLM_COLOUR = "vLLM", "tab:orange"
 KVTIER_COLOURS: Final = ("tab:blue", "tab:green", "tab:purple", "tab:red", "tab:cyan", "tab:brown")
 
 
+def check_can_draw(path: str) -> None:
+    """Raise ``Misuse`` for a picture that could not be drawn, better now than after the work."""
+    check_can_write(path)
+    if find_spec("matplotlib") is None:
+        raise Misuse("the picture needs matplotlib. Install it with: pip install matplotlib")
+
+
 def draw_scale(points: Sequence[dict[str, Any]], path: str) -> None:
-    """Write the picture to ``path``. ``points``: what ``measure`` returned at each size."""
+    """Write the picture to ``path``. ``points``: what ``measure_policy`` returned at each size."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - only to draw
     from matplotlib.figure import Figure  # noqa: PLC0415 - as above
 
@@ -46,9 +48,10 @@ def draw_scale(points: Sequence[dict[str, Any]], path: str) -> None:
     figure = Figure(figsize=(width * PANELS_A_ROW, height * rows), layout="constrained")
     FigureCanvasAgg(figure)
     for number, call in enumerate(PANELS, start=1):
-        axes = figure.add_subplot(rows, PANELS_A_ROW, number)
-        for label, colour, sizes, medians in _lines(points, call):
-            axes.plot(sizes, medians, "o-", color=colour, label=label, markersize=4)
+        axes, colours = figure.add_subplot(rows, PANELS_A_ROW, number), cycle(KVTIER_COLOURS)
+        for label, medians in _lines(points, call).items():
+            colour = VLLM_COLOUR if label.startswith(VLLM_LABEL) else next(colours)
+            axes.plot(*zip(*medians.items(), strict=True), "o-", color=colour, label=label, ms=4)
         axes.set_title(call, fontsize=10)
         axes.set_xscale("log")
         axes.set_ylim(bottom=0)
@@ -61,22 +64,15 @@ def draw_scale(points: Sequence[dict[str, Any]], path: str) -> None:
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
-def _lines(
-    points: Sequence[dict[str, Any]], call: str
-) -> list[tuple[str, str, list[int], list[float]]]:
-    """Return label, colour, sizes and medians of each line: one a policy, on either side."""
-    lines = []
-    policies = list(dict.fromkeys(point["policy"] for point in points))
-    drawn = set()
-    for number, policy in enumerate(policies):
-        chosen = [point for point in points if point["policy"] == policy]
-        beside = chosen[0]["vllm_policy"]
-        sizes = [point["blocks"] for point in chosen]
-        if beside not in drawn:
-            drawn.add(beside)
-            medians = [point["calls"][call][VLLM]["median_ns"] for point in chosen]
-            lines.append((f"vLLM, {beside}", VLLM_COLOUR, sizes, medians))
-        medians = [point["calls"][call][KVTIER]["median_ns"] for point in chosen]
-        colour = KVTIER_COLOURS[number % len(KVTIER_COLOURS)]
-        lines.append((f"kvtier, {policy}", colour, sizes, medians))
+def _lines(points: Sequence[dict[str, Any]], call: str) -> dict[str, dict[int, float]]:
+    """Return the medians of each line by size: one line a policy, on either side."""
+    lines: dict[str, dict[int, float]] = {}
+    for point in points:
+        for side, label in (
+            (VLLM, f"{VLLM_LABEL}, {point['vllm_policy']}"),
+            (KVTIER, f"kvtier, {point['policy']}"),
+        ):
+            # vLLM's is measured beside each of kvtier's policies: once is enough.
+            line = lines.setdefault(label, {})
+            line.setdefault(point["blocks"], point["calls"][call][side]["median_ns"])
     return lines

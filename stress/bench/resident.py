@@ -1,8 +1,7 @@
 """What resident blocks weigh, and the longest pauses: one manager alone, in a process of its own.
 
 Alone, because the garbage collector walks over the objects of both sides if
-both are there. ``stress/bench/children.py`` starts it with a JSON job;
-its last line on stdout is the JSON result.
+both are there.
 
 Three measures, from two passes over the same requests: the first for the
 growth of the process and for pauses, the second, slower one for the bytes
@@ -12,10 +11,8 @@ that Python and NumPy have allocated (``tracemalloc``), keys included.
 from __future__ import annotations
 
 import gc
-import json
 import random
 import resource
-import sys
 import time
 import tracemalloc
 from pathlib import Path
@@ -23,31 +20,29 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.utils.gc_utils import freeze_gc_heap
 
-from stress.bench.ops import BLOCK_BYTES
+from stress.bench.harness import SEED
+from stress.bench.ops import BLOCK_BYTES, close_all
 from stress.bench.sides import ManagerSide, Setup
 from stress.bench.turns import PauseWatch, RequestPlayer, Stopwatch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 LOADED_REQUESTS_MAX: Final = 100
-_SEED: Final = 2026
 _PAGE_BYTES: Final = resource.getpagesize()
 
 
-def main() -> None:
-    """Measure what ``argv[1]`` asks for and print the result."""
-    job = json.loads(sys.argv[1])
+def main(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Measure one side."""
     count = job["request_blocks"]
     requests = max(1, job["blocks"] // count)
     setup = Setup(requests * count, BLOCK_BYTES, job["policy"])
-    result = {
+    yield {
         "blocks": requests * count,
         **_pauses(job["side"], setup, requests, count),
         "traced_bytes_per_block": _traced_bytes(job["side"], setup, requests, count)
         / (requests * count),
     }
-    print(json.dumps(result))
 
 
 class Collections:
@@ -82,12 +77,12 @@ def _pauses(name: str, setup: Setup, requests: int, count: int) -> dict[str, Any
     slots_bytes = setup.slot_count * setup.block_bytes  # all touched, and no manager's cost
     grown = _resident_bytes() - before - slots_bytes
     few = min(requests, LOADED_REQUESTS_MAX)
-    for request in random.Random(_SEED).choices(range(requests), k=few):
+    for request in random.Random(SEED).choices(range(requests), k=few):
         player.load(request * count, count)
     for number in range(requests, requests + few):
         player.store(number * count, count, evicting=True)
     gc.callbacks.remove(collections)
-    _close(side)
+    close_all([side])
     return {
         "rss_bytes_per_block": grown / (requests * count),
         "gc_longest_ms": collections.cpu_ns / 1e6,
@@ -110,19 +105,9 @@ def _traced_bytes(name: str, setup: Setup, requests: int, count: int) -> int:
     gc.collect()
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    _close(side)
+    close_all([side])
     return after - before
-
-
-def _close(side: ManagerSide) -> None:
-    side.close()
-    gc.unfreeze()
-    gc.collect()
 
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
-
-
-if __name__ == "__main__":
-    main()

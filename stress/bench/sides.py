@@ -72,7 +72,6 @@ class Setup:
     policy: str
     tier_folder: Path | None = None
     tier_type: str = "fs"  #: of kvtier's side; vLLM has no other for a folder
-    self_describing: bool = False  #: KV events; vLLM's part of that is in its connector
 
 
 def kvtier_tier(tier_type: str, folder: Path) -> dict[str, Any]:
@@ -124,7 +123,7 @@ def _kvtier_manager(setup: Setup) -> Any:  # noqa: ANN401 - as vLLM's
     return KVTierManager(
         facade,
         config,
-        cast("Any", offloading_spec(self_describing=setup.self_describing)),
+        cast("Any", offloading_spec()),
         KVTierOffloadingSpec.metrics({}),
         region.memory,
         cast("Any", region),
@@ -175,11 +174,8 @@ class _PrivateRegion:
         """Do nothing: the memory goes with the last view of it."""
 
 
-def offloading_spec(*, self_describing: bool = False) -> SimpleNamespace:
-    """Return what both managers and vLLM's fs tier read of an ``OffloadingSpec``.
-
-    ``self_describing``: whether KV events are to carry tokens and parents.
-    """
+def offloading_spec() -> SimpleNamespace:
+    """Return what both managers and vLLM's fs tier read of an ``OffloadingSpec``."""
     parallel = SimpleNamespace(
         rank=0,
         world_size=1,
@@ -204,6 +200,6 @@ def offloading_spec(*, self_describing: bool = False) -> SimpleNamespace:
         blocks_per_chunk=1,
         extra_config={},
         kv_events_config=SimpleNamespace(
-            enable_kv_cache_events=True, self_describing_kv_events=self_describing
+            enable_kv_cache_events=True, self_describing_kv_events=False
         ),
     )

@@ -1,44 +1,150 @@
-"""Measures what kvtier adds to an engine's start: one start in a fresh process, as JSON.
+"""``stress.bench start``: fills a disk tier, and starts over it again and again in fresh processes.
 
-``stress.bench.start JOB``. It begins where vLLM asks for the manager, and its
-modules are imported: from there until the engine can go on, until the tier has said all that it
-has, and what steps of the scheduler's thread take meanwhile.
+A start is measured from where vLLM asks for the manager, with its modules imported: until the
+engine can go on, until the tier has said all that it has, and what steps of the scheduler's thread
+take meanwhile.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+import statistics
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime
 from kvtier.core.events import PRIMARY, EventKind
+from kvtier.errors import StoreFault
+from kvtier.plugin_api.sizes import read_bytes
+from kvtier.tools.bench.tier_command import check_pages
+from kvtier.tools.cli.terminal import progress, table
+from stress.bench.children import run_child
+from stress.bench.harness import PATH, RUNS, Option, Report, own_folder, spread
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import argparse
+    from collections.abc import Iterator, Mapping
 
     from kvtier.engine.facade import SchedulerFacade
+
+OPTIONS: Final = (
+    PATH,
+    Option("--blocks", 1_000_000, "blocks in the folder of the disk tier"),
+    Option("--block-bytes", "4KiB", "their size"),
+    RUNS,
+)
 
 SLOTS: Final = 1024
 STEP_S: Final = 0.001
 """An engine that has nothing to do yet steps this often."""
 
 TOLD_S_MAX: Final = 600.0
+KEY_BYTES: Final = 36
+ROOM_SHARE: Final = 1.25
+ROOM_BYTES: Final = 64 << 20
+"""What the folder has room for, beside what is put into it: all of it is there at the start."""
 
-NAMESPACE: Final = Namespace({"bench": "start"})
+
+def measure(asked: argparse.Namespace, report: Report) -> None:
+    """Fill a folder, then start over it."""
+    block_bytes = read_bytes(asked.block_bytes, "--block-bytes")
+    check_pages(block_bytes)
+    with own_folder(asked.path) as folder:
+        tier = {
+            "type": "disk",
+            "path": str(folder),
+            "enable_kv_events": True,
+            "capacity_bytes": int(asked.blocks * block_bytes * ROOM_SHARE) + ROOM_BYTES,
+        }
+        with progress("filling the folder", asked.blocks) as shown:
+            for stored in _fill(tier, block_bytes, asked.blocks):
+                shown.advance(stored)
+        report |= {"blocks": asked.blocks, "runs": []}
+        job = {"tiers": [tier], "block_bytes": block_bytes, "blocks": asked.blocks}
+        with progress("starting", asked.runs) as shown:
+            for _ in range(asked.runs):
+                report["runs"].append(run_child(__name__, job, {}))
+                shown.advance()
 
 
-def runtime_of(tiers: list[Mapping[str, Any]], block_bytes: int) -> SchedulerFacade:
-    """Start a runtime over these tiers."""
+def show(report: Report) -> None:
+    """Print the table."""
+    runs = report["runs"]
+    columns = {name: [run[name] for run in runs] for name in (runs[0] if runs else ())}
+    table(
+        f"a start over a disk tier of {report['blocks']:,} blocks",
+        ["", "s", "of runs"],
+        [[n, f"{statistics.median(each):.3f}", spread(each, 3)] for n, each in columns.items()],
+    )
+
+
+def main(job: Mapping[str, Any]) -> Iterator[dict[str, float]]:
+    """Start once over tiers the first of which has so many blocks; seconds by name."""
+    began_s = time.perf_counter()
+    facade = _runtime_of(job["tiers"], job["block_bytes"])
+    opened_s = time.perf_counter()
+    told, longest_s, first_s = 0, 0.0, 0.0
+    try:
+        while told < job["blocks"]:
+            at_s = time.perf_counter()
+            if at_s - opened_s > TOLD_S_MAX:
+                raise TimeoutError(f"{told} of {job['blocks']} blocks told in {TOLD_S_MAX:g} s")
+            facade.step_end()
+            longest_s = max(longest_s, time.perf_counter() - at_s)
+            told += _told_of_tiers(facade)
+            first_s = first_s or (told > 0) * (time.perf_counter() - opened_s)
+            time.sleep(STEP_S)
+        told_s = time.perf_counter() - opened_s
+    finally:
+        facade.close()
+    yield {
+        "until the engine goes on": opened_s - began_s,
+        "until the first block is told": first_s,
+        "until all are told": told_s,
+        "longest step meanwhile": longest_s,
+    }
+
+
+def _fill(tier: Mapping[str, Any], block_bytes: int, blocks: int) -> Iterator[int]:
+    """Store so many blocks in a tier; yield how many more there are.
+
+    Raises ``StoreFault`` if it does not take them all.
+    """
+    facade = _runtime_of([tier], block_bytes)
+    try:
+        stored = 0
+        for first in range(0, blocks, SLOTS // 2):
+            keys = [_key(each) for each in range(first, min(first + SLOTS // 2, blocks))]
+            _store(facade, f"r{first}", keys)
+            stored += _told_of_tiers(facade)
+            yield len(keys)
+        if stored < blocks:
+            raise StoreFault(f"{blocks - stored} of {blocks} blocks were not stored")
+    finally:
+        facade.close()
+
+
+def _store(facade: SchedulerFacade, request: str, keys: list[bytes]) -> None:
+    facade.on_request_started(request)
+    grant = facade.prepare_store(keys, request)
+    if grant is None or len(grant.keys) < len(keys):
+        raise StoreFault(f"there is no room for {len(keys)} blocks in memory")
+    facade.complete_store(grant.keys, request)
+    facade.on_request_finished(request)
+    facade.step_end()
+    while facade.get_finished():
+        time.sleep(STEP_S)
+        facade.step_end()
+
+
+def _runtime_of(tiers: list[Mapping[str, Any]], block_bytes: int) -> SchedulerFacade:
     config = RuntimeConfig.from_mapping(
         {"secondary_tiers": tiers}, slot_count=SLOTS, block_bytes=block_bytes
     )
     memory = SlotMemory.anonymous(SLOTS, block_bytes)
-    return open_runtime(config, memory, NAMESPACE, collect_events=True)
+    return open_runtime(config, memory, Namespace({"bench": "start"}), collect_events=True)
 
 
-def told_of_tiers(facade: SchedulerFacade) -> int:
+def _told_of_tiers(facade: SchedulerFacade) -> int:
     """Return how many blocks secondary tiers have told of since the last call."""
     return sum(
         len(event.keys)
@@ -47,33 +153,5 @@ def told_of_tiers(facade: SchedulerFacade) -> int:
     )
 
 
-def one_start(tiers: list[Mapping[str, Any]], block_bytes: int, blocks: int) -> dict[str, float]:
-    """Start once over tiers the first of which has so many blocks. Returns seconds by name."""
-    began_s = time.perf_counter()
-    facade = runtime_of(tiers, block_bytes)
-    opened_s = time.perf_counter()
-    told, longest_s, first_s = 0, 0.0, 0.0
-    try:
-        while told < blocks:
-            at_s = time.perf_counter()
-            if at_s - opened_s > TOLD_S_MAX:
-                raise TimeoutError(f"{told} of {blocks} blocks told within {TOLD_S_MAX:g} s")
-            facade.step_end()
-            longest_s = max(longest_s, time.perf_counter() - at_s)
-            told += told_of_tiers(facade)
-            first_s = first_s or (told > 0) * (time.perf_counter() - opened_s)
-            time.sleep(STEP_S)
-        told_s = time.perf_counter() - opened_s
-    finally:
-        facade.close()
-    return {
-        "until the engine goes on": opened_s - began_s,
-        "until the first block is told": first_s,
-        "until all are told": told_s,
-        "longest step meanwhile": longest_s,
-    }
-
-
-if __name__ == "__main__":
-    job = json.loads(sys.argv[1])
-    print(json.dumps(one_start(job["tiers"], job["block_bytes"], job["blocks"])))
+def _key(number: int) -> bytes:
+    return number.to_bytes(8, "big") * (KEY_BYTES // 8) + bytes(KEY_BYTES % 8)

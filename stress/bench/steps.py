@@ -11,15 +11,15 @@ time that the forward pass of a model takes. Two cases:
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
+from contextlib import closing
 from typing import Final
 
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvtier.errors import InternalError
 from kvtier.tools.held_signals import HeldSignals
+from stress.bench.harness import own_folder
 from stress.bench.sides import SIDES, ManagerSide, Setup, make_context, make_keys
 from stress.bench.turns import RequestPlayer, Stopwatch
 
@@ -38,23 +38,17 @@ def measure_steps(
 ) -> dict[str, dict[str, int]]:
     """Return the steps of each case for each side; ``tier_type`` is that of kvtier's tier."""
     found: dict[str, dict[str, int]] = {KNOWN: {}, RESTARTED: {}}
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder, HeldSignals() as signals:
-        setup = Setup(2 * blocks, block_bytes, "lru", Path(folder), tier_type)
+    with own_folder() as folder, HeldSignals() as signals:
+        setup = Setup(2 * blocks, block_bytes, "lru", folder, tier_type)
         for name in SIDES:
             signals.check()  # not within a manager, which takes locks
-            side = ManagerSide(name, setup)
-            try:
+            with closing(ManagerSide(name, setup)) as side:
                 RequestPlayer(side, Stopwatch()).fill(0, blocks)
                 side.reset()
                 found[KNOWN][name] = _steps_to_hit(side, blocks)
-            finally:
-                side.close()
-            side = ManagerSide(name, setup)
-            try:
+            with closing(ManagerSide(name, setup)) as side:
                 time.sleep(START_S)
                 found[RESTARTED][name] = _steps_to_hit(side, blocks)
-            finally:
-                side.close()
     return found
 
 

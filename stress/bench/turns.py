@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Final
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from typing_extensions import override
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
@@ -23,57 +24,46 @@ if TYPE_CHECKING:
 
     from stress.bench.sides import ManagerSide
 
-LOOKUP_HIT: Final = "lookup, hit"
-LOOKUP_MISS: Final = "lookup, miss"
-LOOKUP_FILLING: Final = "lookup, pending (being filled)"
-LOOKUP_ASKED: Final = "lookup, pending (tier is asked)"
-LOOKUP_PROBING: Final = "lookup, pending (tier has been asked)"
-PREPARE_STORE: Final = "prepare_store"
-PREPARE_STORE_EVICTING: Final = "prepare_store, evicting"
-COMPLETE_STORE: Final = "complete_store"
-PREPARE_LOAD: Final = "prepare_load"
-COMPLETE_LOAD: Final = "complete_load"
-TOUCH: Final = "touch"
-LOAD_SOURCE: Final = "get_load_source"
-FINISHED_STORED: Final = "on_request_finished, stored"
-FINISHED_LOADED: Final = "on_request_finished, loaded"
-WHOLE_STORED: Final = "all calls of a request, stored"
-WHOLE_LOADED: Final = "all calls of a request, loaded"
-NEW_REQUEST: Final = "on_new_request"
-SCHEDULE_END: Final = "on_schedule_end"
-GET_STATS: Final = "get_stats"
-TAKE_EVENTS: Final = "take_events"
-TAKE_EVENTS_OF_KEYS: Final = "take_events, blocks stored or evicted"
-QUIET_STEP: Final = "a step that only decodes"
 
-BOUND_OF: Final[dict[str, float | None]] = {
-    LOOKUP_HIT: 1 / 3,
-    LOOKUP_MISS: 1 / 3,
-    LOOKUP_FILLING: 1 / 3,
-    LOOKUP_ASKED: None,
-    LOOKUP_PROBING: 1 / 3,
-    PREPARE_STORE: 1 / 3,
-    PREPARE_STORE_EVICTING: 1 / 3,
-    COMPLETE_STORE: 1 / 2,
-    PREPARE_LOAD: 1 / 2,
-    COMPLETE_LOAD: 1 / 2,
-    FINISHED_STORED: 1 / 2,
-    FINISHED_LOADED: 1 / 2,
-    TOUCH: 1.0,
-    LOAD_SOURCE: None,
-    WHOLE_STORED: None,
-    WHOLE_LOADED: None,
-    NEW_REQUEST: None,
-    SCHEDULE_END: None,
-    GET_STATS: None,
-    TAKE_EVENTS: None,
-    TAKE_EVENTS_OF_KEYS: None,
-    QUIET_STEP: None,
-}
-"""What is measured, in the order of the table, and the promised ratio to vLLM's time."""
+class Call(StrEnum):
+    """What is measured, in the order of the table, and the promised ratio to vLLM's time.
 
-PER_CALL: Final = frozenset({NEW_REQUEST, SCHEDULE_END, GET_STATS, TAKE_EVENTS, QUIET_STEP})
-"""Counted by the call, or the step; all others by the key."""
+    ``unit``: most are counted by the key, some by the call, or the step.
+    """
+
+    def __new__(cls, text: str, bound: float | None = None, unit: str = "ns/key") -> Self:
+        """Make a member."""
+        member = str.__new__(cls, text)
+        member._value_ = text
+        member.bound, member.unit = bound, unit
+        return member
+
+    bound: float | None
+    unit: str
+
+    LOOKUP_HIT = "lookup, hit", 1 / 3
+    LOOKUP_MISS = "lookup, miss", 1 / 3
+    LOOKUP_FILLING = "lookup, pending (being filled)", 1 / 3
+    LOOKUP_ASKED = "lookup, pending (tier is asked)"
+    LOOKUP_PROBING = "lookup, pending (tier has been asked)", 1 / 3
+    PREPARE_STORE = "prepare_store", 1 / 3
+    PREPARE_STORE_EVICTING = "prepare_store, evicting", 1 / 3
+    COMPLETE_STORE = "complete_store", 1 / 2
+    PREPARE_LOAD = "prepare_load", 1 / 2
+    COMPLETE_LOAD = "complete_load", 1 / 2
+    FINISHED_STORED = "on_request_finished, stored", 1 / 2
+    FINISHED_LOADED = "on_request_finished, loaded", 1 / 2
+    TOUCH = "touch", 1.0
+    LOAD_SOURCE = "get_load_source"
+    WHOLE_STORED = "all calls of a request, stored"
+    WHOLE_LOADED = "all calls of a request, loaded"
+    NEW_REQUEST = "on_new_request", None, "ns/call"
+    SCHEDULE_END = "on_schedule_end", None, "ns/call"
+    GET_STATS = "get_stats", None, "ns/call"
+    TAKE_EVENTS = "take_events", None, "ns/call"
+    TAKE_EVENTS_OF_KEYS = "take_events, blocks stored or evicted"
+    QUIET_STEP = "a step that only decodes", None, "ns/call"
+
 
 QUIET_STEPS: Final = 20
 """So many, one after the other, count as one figure: a single one is over too soon to be timed."""
@@ -170,11 +160,11 @@ class RequestPlayer:
         """Play a request whose blocks are nowhere yet; they are stored."""
         watch, manager = self.watch, self._manager
         keys, context = self._request(first, count)
-        watch.call(NEW_REQUEST, manager.on_new_request, context)
+        watch.call(Call.NEW_REQUEST, manager.on_new_request, context)
         self._look_for_new(keys, context, first)
         self._end_step(context)
         output = watch.call(
-            PREPARE_STORE_EVICTING if evicting else PREPARE_STORE,
+            Call.PREPARE_STORE_EVICTING if evicting else Call.PREPARE_STORE,
             manager.prepare_store,
             list(keys),
             context,
@@ -183,14 +173,14 @@ class RequestPlayer:
         if output is None or len(output.keys_to_store) != count:
             raise InternalError(f"{self.side.name}: prepare_store did not take all of {count} keys")
         stored = set(output.keys_to_store)  # as vLLM's connector keeps them
-        self._look_for_filling(first, count)
+        self._look_again(Call.LOOKUP_FILLING, LookupResult.HIT_PENDING, first, count)
         self._take(events_of=count if evicting else 0)
 
-        watch.call(COMPLETE_STORE, manager.complete_store, stored, context, keys=count)
+        watch.call(Call.COMPLETE_STORE, manager.complete_store, stored, context, keys=count)
         self._end_step()
-        watch.call(FINISHED_STORED, manager.on_request_finished, context, keys=count)
+        watch.call(Call.FINISHED_STORED, manager.on_request_finished, context, keys=count)
         self._take(events_of=count)
-        watch.end_turn(WHOLE_STORED, count)
+        watch.end_turn(Call.WHOLE_STORED, count)
         if self.side.has_tier:
             self._settle()
 
@@ -212,24 +202,25 @@ class RequestPlayer:
         """Play a request all of whose blocks are in the primary tier."""
         watch, manager = self.watch, self._manager
         keys, context = self._request(first, count)
-        watch.call(NEW_REQUEST, manager.on_new_request, context)
-        found = watch.each(LOOKUP_HIT, manager.lookup, keys, context)
+        watch.call(Call.NEW_REQUEST, manager.on_new_request, context)
+        found = watch.each(Call.LOOKUP_HIT, manager.lookup, keys, context)
         self._expect(found, LookupResult.HIT)
-        watch.each(LOAD_SOURCE, manager.get_load_source, keys, context)
-        watch.call(TOUCH, manager.touch, keys, context, keys=count)
-        watch.call(PREPARE_LOAD, manager.prepare_load, list(keys), context, keys=count)
+        watch.each(Call.LOAD_SOURCE, manager.get_load_source, keys, context)
+        watch.call(Call.TOUCH, manager.touch, keys, context, keys=count)
+        watch.call(Call.PREPARE_LOAD, manager.prepare_load, list(keys), context, keys=count)
         self._end_step(context)
         self._take()
 
-        watch.call(COMPLETE_LOAD, manager.complete_load, set(keys), context, keys=count)
+        watch.call(Call.COMPLETE_LOAD, manager.complete_load, set(keys), context, keys=count)
         self._end_step()
-        watch.call(FINISHED_LOADED, manager.on_request_finished, context, keys=count)
+        watch.call(Call.FINISHED_LOADED, manager.on_request_finished, context, keys=count)
         self._take()
-        watch.end_turn(WHOLE_LOADED, count)
+        watch.end_turn(Call.WHOLE_LOADED, count)
 
-    def decode(self) -> None:
-        """Play steps in which no request comes, ends, loads or stores."""
-        self.watch.apart(QUIET_STEP, self._quiet_steps, QUIET_STEPS)
+    def load_and_decode(self, first: int, count: int) -> None:
+        """Then play steps in which no request comes, ends, loads or stores."""
+        self.load(first, count)
+        self.watch.apart(Call.QUIET_STEP, self._quiet_steps, QUIET_STEPS)
 
     def _quiet_steps(self) -> None:
         manager = self._manager
@@ -256,18 +247,15 @@ class RequestPlayer:
         """Look up blocks that are nowhere; with a tier, wait until it has said so."""
         watch, manager = self.watch, self._manager
         if self.side.has_tier:
-            asked = watch.each(LOOKUP_ASKED, manager.lookup, keys, context)
+            asked = watch.each(Call.LOOKUP_ASKED, manager.lookup, keys, context)
             self._expect(asked, LookupResult.RETRY)
-            self._look_again(LOOKUP_PROBING, LookupResult.RETRY, first, len(keys))
+            self._look_again(Call.LOOKUP_PROBING, LookupResult.RETRY, first, len(keys))
             # Each of them: on a busy machine they are asked for in several probes.
             self._wait(
                 lambda: LookupResult.RETRY not in [manager.lookup(key, context) for key in keys]
             )
-        found = watch.each(LOOKUP_MISS, manager.lookup, keys, context)
+        found = watch.each(Call.LOOKUP_MISS, manager.lookup, keys, context)
         self._expect(found, LookupResult.MISS)
-
-    def _look_for_filling(self, first: int, count: int) -> None:
-        self._look_again(LOOKUP_FILLING, LookupResult.HIT_PENDING, first, count)
 
     def _look_again(self, name: str, expected: LookupResult, first: int, count: int) -> None:
         """Look the same blocks up for a second request, which then gives up."""
@@ -286,12 +274,12 @@ class RequestPlayer:
 
     def _end_step(self, new: Any = None) -> None:  # noqa: ANN401 - vLLM's ReqContext
         context = NOTHING_NEW if new is None else ScheduleEndContext((new.req_id,), ())
-        self.watch.call(SCHEDULE_END, self._manager.on_schedule_end, context)
+        self.watch.call(Call.SCHEDULE_END, self._manager.on_schedule_end, context)
 
     def _take(self, *, events_of: int = 0) -> None:
         """Take statistics and events. ``events_of``: so many blocks; 0: there are none."""
-        self.watch.call(GET_STATS, self._manager.get_stats)
-        name = TAKE_EVENTS_OF_KEYS if events_of else TAKE_EVENTS
+        self.watch.call(Call.GET_STATS, self._manager.get_stats)
+        name = Call.TAKE_EVENTS_OF_KEYS if events_of else Call.TAKE_EVENTS
         self.watch.call(name, lambda: list(self._manager.take_events()), keys=events_of or 1)
 
     def _settle(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvtier.plugin_api.backend import Outcome
 from kvtier.tools.cli.exit_status import BAD_INPUT
 from stress.bench.__main__ import main
-from stress.bench.compression import CompressionFigures
+from stress.bench.compression import figures
 from tests.unit.backends.fs._fs import BLOCK_BYTES, open_fs
 from tests.unit.backends.shared._keys import OLD, key_file
 
@@ -77,8 +77,7 @@ def test_what_cannot_be_measured_is_refused_by_name(
 
 
 def test_a_link_gains_what_is_slower_of_its_bytes_and_the_threads() -> None:
-    found = CompressionFigures("any", 1.5, [800.0], [2000.0])
-    assert found.gain(found.store_mb_per_s, 100, 1) == 1.5
-    assert found.gain(found.store_mb_per_s, 1000, 1) == 0.8
-    assert found.gain(found.store_mb_per_s, 1000, 4) == 1.5
-    assert found.gain(found.load_mb_per_s, 1000, 1) == 1.5
+    gains = figures("any", 1.5, [800.0], [2000.0])["gains"]
+    assert gains["store"]["100_mb_per_s"][1] == 1.5
+    assert gains["store"]["1000_mb_per_s"] == {1: 0.8, 4: 1.5}
+    assert gains["load"]["1000_mb_per_s"][1] == 1.5

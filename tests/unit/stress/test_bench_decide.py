@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import TYPE_CHECKING
 
@@ -10,18 +9,16 @@ import pytest
 
 from kvtier.tools.cli.exit_status import BAD_INPUT
 from stress.bench.__main__ import main
-from stress.bench.decide_command import add_arguments
-from stress.bench.decide_figures import cell_figures, noticed_after
+from stress.bench.decide import OPTIONS, cell_figures, noticed_after
 from stress.bench.decide_plan import AUTO, LOAD, RECOMPUTE, read_plan
+from stress.bench.harness import read_options
 
 if TYPE_CHECKING:
     from stress.bench.decide_plan import Plan
 
 
 def plan_of(*options: str) -> Plan:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return read_plan(parser.parse_args(options))
+    return read_plan(read_options(OPTIONS, "decide", options))
 
 
 def test_cells_go_from_the_fastest_tier_to_the_one_that_hangs() -> None:
@@ -91,7 +88,7 @@ def test_a_step_is_noticed_from_where_most_requests_are_as_fast_as_the_better_ch
     assert noticed_after(times, 1.0) == after
 
 
-@pytest.mark.parametrize("benchmark", ["ops", "engine"])
+@pytest.mark.parametrize("benchmark", ["ops", "engine", "decide", "disk"])
 def test_without_vllm_it_says_what_to_install(
     benchmark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,6 @@ from stress.bench.rated_tier import (
     Rate,
     RatedBackend,
     RatedDevice,
-    RateFile,
     register,
 )
 
@@ -41,11 +40,11 @@ class Clock:
 class Timed:
     """A device, and when each of its loads ended."""
 
-    def __init__(self, *, shares: bool = False) -> None:
+    def __init__(self) -> None:
         self.rate = HALF_A_SECOND
         self.clock = Clock()
         self.device = RatedDevice(
-            lambda: self.rate, shares=shares, now=lambda: self.clock.now, sleep=self.clock.sleep
+            lambda: self.rate, now=lambda: self.clock.now, sleep=self.clock.sleep
         )
         self.ended: dict[str, float] = {}
 
@@ -54,17 +53,8 @@ class Timed:
         self.ended[name] = self.clock.now
 
 
-def test_a_load_takes_what_its_bytes_take_and_the_latency() -> None:
+def test_loads_come_one_after_the_other_and_take_what_their_bytes_take() -> None:
     timed = Timed()
-    timed.rate = HALF_A_SECOND._replace(latency_s=3.0)
-    anyio.run(timed.move, "only", 4)
-    assert timed.ended["only"] == pytest.approx(5.0)
-
-
-@pytest.mark.parametrize(("shares", "first_s"), [(False, 2.0), (True, 3.5)])
-def test_loads_come_one_after_the_other_or_share(shares: bool, first_s: float) -> None:
-    """Either way the last one ends when all have been moved."""
-    timed = Timed(shares=shares)
 
     async def both() -> None:
         async with anyio.create_task_group() as group:
@@ -72,7 +62,7 @@ def test_loads_come_one_after_the_other_or_share(shares: bool, first_s: float) -
             group.start_soon(timed.move, "second", 4)
 
     anyio.run(both)
-    assert timed.ended == {"first": pytest.approx(first_s), "second": pytest.approx(4.0)}
+    assert timed.ended == {"first": pytest.approx(2.0), "second": pytest.approx(4.0)}
 
 
 def test_the_next_block_goes_at_a_new_rate() -> None:
@@ -113,14 +103,15 @@ def test_a_rate_that_is_faster_than_any_sleep_is_kept_on_the_whole() -> None:
     assert timed.ended["only"] == pytest.approx(0.1, abs=0.001)
 
 
-def test_it_keeps_what_it_is_given_and_reads_its_rate_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "rate.json"
-    RateFile(path).write(Rate(hangs=True))
-    options = {"capacity_bytes": 10 * BLOCK_BYTES, "rate_file": str(path)}
+def test_it_keeps_what_it_is_given_and_goes_at_the_rate_of_its_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     context = BackendContext(BLOCK_BYTES, Namespace({}), "1:rated")
-    backend = RatedBackend.from_options(options, context)
+    backend = RatedBackend.from_options({"capacity_bytes": 10 * BLOCK_BYTES}, context)
+    assert isinstance(backend, RatedBackend)
+    monkeypatch.setattr(RatedBackend, "rate", Rate(hangs=True))
     assert backend.device.rate().hangs
-    RateFile(path).write(Rate())
+    monkeypatch.setattr(RatedBackend, "rate", Rate())
     assert not backend.device.rate().hangs
     block, buffer = b"b" * BLOCK_BYTES, bytearray(BLOCK_BYTES)
 
@@ -133,7 +124,7 @@ def test_it_keeps_what_it_is_given_and_reads_its_rate_from_a_file(tmp_path: Path
     assert bytes(buffer) == block
 
 
-def test_it_is_a_tier_only_where_its_folder_is_in_the_path(
+def test_it_is_a_tier_only_where_it_is_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Users are not offered it."""
@@ -141,7 +132,6 @@ def test_it_is_a_tier_only_where_its_folder_is_in_the_path(
 
     with pytest.raises(ConfigError, match="is not installed"):
         backend_class(TYPE_NAME)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     register(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert str(tmp_path) in sys.path
     assert backend_class(TYPE_NAME) is RatedBackend

@@ -16,7 +16,7 @@ from tests.vllm.support.forked_parts import run_forked
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
-    from stress.bench import engine_command
+    from stress.bench import engine
     from stress.bench.engine_run import COLD, DISK, DRAM, LOAD, RESTARTED, CallTimer
     from stress.bench.sides import KVTIER, SIDES, VLLM
     from stress.bench.steps import measure_steps
@@ -42,23 +42,17 @@ def side_phases() -> dict[str, dict[str, Any]]:
 
 def test_figures_of_other_tokens_are_refused() -> None:
     found = {side: side_phases() for side in SIDES}
-    engine_command._check(found, arguments())
+    engine.check(found, arguments())
     found[KVTIER][DISK]["tokens"] = [[1, 2], [3, 5]]
     with pytest.raises(InternalError, match="kvtier, disk: output tokens differ"):
-        engine_command._check(found, arguments())
+        engine.check(found, arguments())
 
 
 def test_figures_of_prompts_that_were_computed_anew_are_refused() -> None:
     found = {side: side_phases() for side in SIDES}
     found[VLLM][DRAM]["cached_tokens"] = 96
     with pytest.raises(InternalError, match="vllm, DRAM: 96 tokens"):
-        engine_command._check(found, arguments())
-
-
-def test_rows_compare_medians_and_tell_how_far_runs_stray() -> None:
-    row = engine_command._compared("x", {VLLM: [2.0, 4.0, 8.0], KVTIER: [1.0, 6.0, 2.0]})
-    assert (row[VLLM], row[KVTIER], row["ratio"]) == (4.0, 2.0, 0.5)
-    assert (row["ratio_min"], row["ratio_max"]) == (0.25, 1.5)
+        engine.check(found, arguments())
 
 
 def test_the_timer_adds_up_calls_and_counts_steps() -> None:
@@ -95,7 +89,7 @@ def test_a_block_on_disk_is_not_a_hit_in_the_step_that_first_asks() -> None:
 
 def compare(report: str) -> None:
     """A scenario: the command, with each engine in a process of its own."""
-    engine_command.run_child = run_forked
+    engine.run_child = run_forked
     options = ["--runs", "1", "--prompts", "2", "--prompt-tokens", "200"]
     assert main(["engine", *options, "--json", report]) == 0
 

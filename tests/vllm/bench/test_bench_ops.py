@@ -20,21 +20,9 @@ with warnings.catch_warnings():
     from vllm.v1.kv_offload.base import LookupResult
 
     from kvtier.tools.bench.percentile import percentile
-    from stress.bench.ops import BLOCK_BYTES, OpsOptions, figures, measure
+    from stress.bench.ops import BLOCK_BYTES, OpsOptions, figures, measure_policy
     from stress.bench.sides import KVTIER, SIDES, VLLM, ManagerSide, Setup, make_keys
-    from stress.bench.turns import (
-        BOUND_OF,
-        COMPLETE_STORE,
-        GET_STATS,
-        LOOKUP_ASKED,
-        LOOKUP_FILLING,
-        LOOKUP_HIT,
-        LOOKUP_PROBING,
-        PREPARE_STORE_EVICTING,
-        PauseWatch,
-        RequestPlayer,
-        Stopwatch,
-    )
+    from stress.bench.turns import Call, PauseWatch, RequestPlayer, Stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -80,18 +68,19 @@ def test_ctrl_c_does_not_strike_within_a_manager(monkeypatch: pytest.MonkeyPatch
         filled.append(player.side.name)
 
     monkeypatch.setattr(RequestPlayer, "fill", interrupted)
+    options = OpsOptions(blocks=16, request_blocks=8, runs=1, samples=1)
     with pytest.raises(KeyboardInterrupt):
-        measure(OpsOptions(blocks=16, request_blocks=8, runs=1, samples=1), "lru", lambda: None)
+        measure_policy(options, "lru", lambda: None)
     assert len(filled) == 1
 
 
 def test_the_ratio_is_that_of_both_sides_medians() -> None:
     runs = [
-        watches([1.0, 2.0, 90.0], [10.0, 10.0, 10.0], LOOKUP_HIT),
-        watches([3.0, 3.0, 3.0], [5.0, 5.0, 50.0], LOOKUP_HIT),
-        watches([4.0, 4.0, 4.0], [8.0, 8.0, 8.0], LOOKUP_HIT),
+        watches([1.0, 2.0, 90.0], [10.0, 10.0, 10.0], Call.LOOKUP_HIT),
+        watches([3.0, 3.0, 3.0], [5.0, 5.0, 50.0], Call.LOOKUP_HIT),
+        watches([4.0, 4.0, 4.0], [8.0, 8.0, 8.0], Call.LOOKUP_HIT),
     ]
-    found = figures(LOOKUP_HIT, runs)
+    found = figures(Call.LOOKUP_HIT, runs)
     assert found[KVTIER] == {"median_ns": 3.0, "p99_ns": 90.0}
     assert found[VLLM] == {"median_ns": 8.0, "p99_ns": 50.0}
     assert found["ratio"] == 3.0 / 8.0
@@ -101,8 +90,10 @@ def test_the_ratio_is_that_of_both_sides_medians() -> None:
 
 
 def test_a_bound_holds_up_to_itself_and_a_call_without_one_is_only_told() -> None:
-    assert figures(COMPLETE_STORE, [watches([1.0], [2.0], COMPLETE_STORE)])["holds"] is True
-    found = figures(GET_STATS, [watches([9.0], [1.0], GET_STATS)])
+    assert (
+        figures(Call.COMPLETE_STORE, [watches([1.0], [2.0], Call.COMPLETE_STORE)])["holds"] is True
+    )
+    found = figures(Call.GET_STATS, [watches([9.0], [1.0], Call.GET_STATS)])
     assert found["holds"] is None
     assert found["unit"] == "ns/call"
 
@@ -182,7 +173,7 @@ def test_storing_into_a_full_tier_evicts(side: ManagerSide) -> None:
     player.fill(0, 8)
     player.store(8, 8)
     player.store(16, 8, evicting=True)
-    assert len(watch.ns[PREPARE_STORE_EVICTING]) == 1
+    assert len(watch.ns[Call.PREPARE_STORE_EVICTING]) == 1
     player.load(16, 8)
     with pytest.raises(InternalError, match="MISS instead of HIT"):
         player.load(0, 8)
@@ -196,11 +187,11 @@ def test_every_call_is_measured_on_both_sides_and_nothing_is_left(
     threads = ending_threads()
     advanced: list[int] = []
     options = OpsOptions(blocks=70, request_blocks=8, runs=1, with_tier=with_tier)
-    found = measure(options, "arc", lambda: advanced.append(1))
+    found = measure_policy(options, "arc", lambda: advanced.append(1))
     assert len(advanced) == 1 + options.runs
     assert (found["policy"], found["vllm_policy"], found["blocks"]) == ("arc", "arc", 64)
-    assert list(found["calls"]) == list(BOUND_OF)
-    assert {LOOKUP_FILLING, LOOKUP_ASKED, LOOKUP_PROBING} <= found["calls"].keys()
+    assert list(found["calls"]) == list(Call)
+    assert {Call.LOOKUP_FILLING, Call.LOOKUP_ASKED, Call.LOOKUP_PROBING} <= found["calls"].keys()
     for call in found["calls"].values():
         assert all(0 < call[name]["median_ns"] <= call[name]["p99_ns"] for name in SIDES)
         assert call["ratio"] == call[KVTIER]["median_ns"] / call[VLLM]["median_ns"]
@@ -228,7 +219,7 @@ def test_the_command_reports_calls_scale_and_memory(tmp_path: Path) -> None:
         # A key alone is 36 bytes, and both keep it.
         assert memory[name]["traced_bytes_per_block"] > 36
         assert memory[name]["gc_longest_ms"] >= 0
-        assert set(memory[name]["call_longest_us"]) <= set(BOUND_OF)
+        assert set(memory[name]["call_longest_us"]) <= set(Call)
     assert memory["bytes_hold"] is (memory[KVTIER]["traced_bytes_per_block"] <= 400)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert all(name in shown for name in ("lookup, hit", "bytes a block", "longest garbage"))
