@@ -157,8 +157,8 @@ class MemoryBackend(Backend):
         if kept is None:
             return Loaded(Outcome.ABSENT)
         block.buffer[:] = kept.block
-        if corrupts:
-            block.buffer[len(kept.block) // 2] ^= 1
+        if corrupts:  # at its beginning: in the middle of a padded row no bytes of a block may be
+            block.buffer[0] ^= 1
         return Loaded(Outcome.DONE, kept.digest)
 
     def _store_one(self, block: StoreBlock, hit: bool) -> Outcome:  # noqa: FBT001 - one call site
