@@ -157,7 +157,7 @@ class MemoryBackend(Backend):
         if kept is None:
             return Loaded(Outcome.ABSENT)
         block.buffer[:] = kept.block
-        if corrupts:  # at its beginning: in the middle of a padded row no bytes of a block may be
+        if corrupts:  # its first byte: the middle of a padded row may lie behind the block
             block.buffer[0] ^= 1
         return Loaded(Outcome.DONE, kept.digest)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.keys import is_unnamed
@@ -156,24 +156,30 @@ class Offline(ABC):
     """
 
     place: str  #: the folder or the address, for people
-    verifies_encrypted: ClassVar[bool] = False
-    """Whether ``verify`` decrypts blocks, if the option ``encryption_key_file`` is given."""
 
     @classmethod
     @abstractmethod
-    def options_at(cls, place: str) -> Mapping[str, Any] | None:
-        """Return the options of a tier at ``place``, an existing folder or an address.
+    def at(cls, place: str) -> Offline | None:
+        """Return the storage at ``place``, an existing folder or an address.
 
-        None if the storage there is not of this type. Raises ``OSError``.
+        None if that is not of this type. Raises ``OSError``, and ``ConfigError`` for an address of
+        this type that is of no use.
         """
 
     @classmethod
     @abstractmethod
     def from_options(cls, options: Mapping[str, Any]) -> Offline:
-        """Return the storage of a tier with these options. Raises ``ConfigError``.
+        """Return the storage of a tier with these options, as they stand in ``secondary_tiers``.
 
-        They are those of ``options_at``, or of an entry of ``secondary_tiers``.
+        Raises ``ConfigError``.
         """
+
+    def use_keys(self, key_file: str) -> None:  # noqa: ARG002 - for storage that decrypts
+        """Have ``verify`` decrypt blocks with these encryption keys. Raises ``ConfigError``."""
+        raise ConfigError(
+            f"--encryption-key-file: no keys are needed to verify {self.place}, whose encrypted "
+            "blocks are not decrypted. Leave it out."
+        )
 
     @property
     def users(self) -> str:

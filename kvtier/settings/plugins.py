@@ -118,7 +118,7 @@ def offline_classes() -> dict[str, type[Offline]]:
     for name in sorted(_installed(OFFLINE)):
         try:
             classes[name] = _find(OFFLINE, name, "tier type", Offline)
-        except ConfigError as fault:
+        except Exception as fault:  # noqa: BLE001 - a third party's import may raise anything
             log.warning("storage of a tier type cannot be shown", type=name, reason=str(fault))
     return classes
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
 from kvtier.plugin_api.offline import Contents, NamespaceBlocks, Offline, Removed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from kvtier.plugin_api.offline import Selection
     from kvtier.plugin_api.progress import ShowProgress
@@ -24,9 +24,9 @@ class ServerStorage(Offline):
 
     @classmethod
     @override
-    def options_at(cls, place: str) -> Mapping[str, Any] | None:
+    def at(cls, place: str) -> Offline | None:
         scheme, mark, _ = place.partition("://")
-        return {"url": place} if mark and scheme in cls.schemes else None
+        return cls.from_options({"url": place}) if mark and scheme in cls.schemes else None
 
     @abstractmethod
     async def _list(self, advance: Callable[[int], None]) -> dict[str, NamespaceBlocks]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError, StoreFault
 from kvtier.plugin_api.offline import unreadable
@@ -35,15 +35,9 @@ def opened(
     Raises ``Misuse`` now if the figures could not be written later, or the storage hangs.
     """
     check_can_report(json_file)
-    kind, options = _kind_and_options(place)
+    storage = _storage_at(place)
     if encryption_key_file is not None:
-        if not kind.verifies_encrypted:
-            raise ConfigError(
-                f"--encryption-key-file: no keys are needed to verify {place}, whose "
-                "encrypted blocks are not decrypted. Leave it out."
-            )
-        options = {**options, "encryption_key_file": encryption_key_file}
-    storage = kind.from_options(options)
+        storage.use_keys(encryption_key_file)
     try:
         yield storage
     except StoreFault as problem:
@@ -55,16 +49,14 @@ def opened(
         raise unreadable(storage.place, problem) from problem
 
 
-def _kind_and_options(place: str) -> tuple[type[Offline], Mapping[str, Any]]:
+def _storage_at(place: str) -> Offline:
     classes = offline_classes()
     if place.lstrip().startswith(ENTRY):
         return _of_entry(place, classes)
     if "://" not in place:
         _check_folder(place, classes)
     try:
-        found = [
-            (each, options) for each in classes.values() if (options := each.options_at(place))
-        ]
+        found = [storage for each in classes.values() if (storage := each.at(place))]
     except OSError as problem:
         raise unreadable(place, problem) from problem
     if len(found) != 1:
@@ -74,9 +66,7 @@ def _kind_and_options(place: str) -> tuple[type[Offline], Mapping[str, Any]]:
     return found[0]
 
 
-def _of_entry(
-    place: str, classes: Mapping[str, type[Offline]]
-) -> tuple[type[Offline], Mapping[str, Any]]:
+def _of_entry(place: str, classes: Mapping[str, type[Offline]]) -> Offline:
     try:
         entry = json.loads(place)
     except (ValueError, RecursionError) as problem:
@@ -92,7 +82,7 @@ def _of_entry(
             f"{silent}={shown(entry[silent])} has not answered for {ANSWER_S_MAX:g} s: its storage "
             "hangs, or is very slow. Mend the storage, then try again."
         )
-    return classes[kind], entry
+    return classes[kind].from_options(entry)
 
 
 def _check_folder(path: str, classes: Mapping[str, type[Offline]]) -> None:

@@ -36,8 +36,8 @@ class Tapes(Offline):
 
     @classmethod
     @override
-    def options_at(cls, place: str) -> Mapping[str, Any] | None:
-        return {"at": place} if place.startswith("tape://") else None
+    def at(cls, place: str) -> Tapes | None:
+        return cls(place) if place.startswith("tape://") else None
 
     @classmethod
     @override
@@ -95,16 +95,34 @@ def test_a_third_partys_storage_is_listed_and_purged_like_any_other(
     assert "it bounds itself" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("what", ["no_such_package:Tapes", "broken_package:Tapes"])
 async def test_a_class_that_cannot_be_loaded_keeps_no_other_from_use(
-    installed: list[EntryPoint], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    what: str,
+    installed: list[EntryPoint],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    installed.append(entry("tape", "no_such_package:Tapes"))
+    (tmp_path / "broken_package.py").write_text("raise RuntimeError('broken_package is broken')")
+    monkeypatch.syspath_prepend(tmp_path)
+    installed.append(entry("tape", what))
     async with open_fs(tmp_path / "kv") as fs:
         await fs.store(1)
     assert main(["ls", str(tmp_path / "kv"), "--json", "-"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["blocks"] == 1
-    assert "no_such_package" in printed.err
+    assert what.partition(":")[0] in printed.err
+
+
+async def test_a_folder_is_taken_by_its_name_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a configuration a dollar sign stands for a variable; a shell has replaced those."""
+    async with open_disk(tmp_path / "disk") as disk:
+        await disk.store(1, 2)
+    (tmp_path / "disk").rename(tmp_path / "a$NO_SUCH_VARIABLE")
+    assert main(["ls", str(tmp_path / "a$NO_SUCH_VARIABLE"), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["blocks"] == 2
 
 
 async def test_storage_that_two_types_recognize_is_refused(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
 
@@ -74,8 +74,6 @@ class KindBlocks(NamespaceBlocks):
 class DiskStorage(Offline):
     """The folder, opened for each call."""
 
-    verifies_encrypted: ClassVar[bool] = True
-
     def __init__(self, path: str, keyring: Keyring | None = None) -> None:
         """``keyring``: decrypts blocks that are verified."""
         self.place = os.path.abspath(path)
@@ -83,23 +81,22 @@ class DiskStorage(Offline):
 
     @classmethod
     @override
-    def options_at(cls, place: str) -> Mapping[str, Any] | None:
+    def at(cls, place: str) -> DiskStorage | None:
         if "://" in place:
             return None
         has_any = os.path.lexists(f"{place}/superblock") or segment_numbers(place)
-        return {"path": place} if has_any else None
+        return cls(place) if has_any else None
 
     @classmethod
     @override
     def from_options(cls, options: Mapping[str, Any]) -> DiskStorage:
         reader = Options(options, "disk tier")
-        keyring = read_keyring(reader, ENCRYPTION_KEY)
-        if keyring is not None:
-            try:
-                import cryptography  # noqa: F401, PLC0415 - an extra
-            except ImportError:
-                raise refuse_missing_package(reader, ENCRYPTION_KEY) from None
-        return cls(reader.path("path"), keyring)
+        return cls(reader.path("path"), _keyring_of(reader))
+
+    @override
+    def use_keys(self, key_file: str) -> None:
+        options = {f"{ENCRYPTION_KEY}_file": key_file}
+        self._keyring = _keyring_of(Options(options, "--encryption-key-file"))
 
     @property
     @override
@@ -151,7 +148,7 @@ class DiskStorage(Offline):
             None if selection.namespace is None else bytes.fromhex(selection.namespace),
             selection.is_everything,
         )
-        with Folder(self.place) as folder:
+        with Folder(self.place) as folder:  # a damaged one is refused before an engine is asked
             if dry:
                 return _remove_here(folder, of_regions, progress, dry=True)
         asked = self._ask_engine(of_regions, progress)
@@ -193,6 +190,17 @@ class DiskStorage(Offline):
             yield
         finally:
             claim.release()
+
+
+def _keyring_of(reader: Options) -> Keyring | None:
+    """Return the keys that the options name, if any. Raises ``ConfigError``."""
+    keyring = read_keyring(reader, ENCRYPTION_KEY)
+    if keyring is not None:
+        try:
+            import cryptography  # noqa: F401, PLC0415 - an extra
+        except ImportError:
+            raise refuse_missing_package(reader, ENCRYPTION_KEY) from None
+    return keyring
 
 
 def _in_use(user: User | None) -> dict[str, Any]:

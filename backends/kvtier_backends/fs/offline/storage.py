@@ -39,12 +39,12 @@ class FsStorage(Offline):
 
     @classmethod
     @override
-    def options_at(cls, place: str) -> Mapping[str, Any] | None:
+    def at(cls, place: str) -> FsStorage | None:
         if "://" in place:
             return None
         try:
             with FsFolder(place):
-                return {"root_dir": place}
+                return cls(place)
         except ConfigError:
             return None
 
