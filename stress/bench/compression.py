@@ -18,7 +18,7 @@ from kvtier.errors import Misuse
 from kvtier.plugin_api.extras import install
 from kvtier.plugin_api.sizes import read_bytes
 from kvtier.tools.bench.kv_like import kv_like
-from kvtier.tools.cli.terminal import progress, table
+from kvtier.tools.terminal import progress, table
 from kvtier_backends.fs.offline.inspection import (
     BlockFile,
     FsFolder,

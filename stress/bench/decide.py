@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import InternalError
-from kvtier.tools.cli.terminal import progress, table
+from kvtier.tools.terminal import progress, table
 from stress.bench.decide_engines import start_engines
 from stress.bench.decide_plan import (
     AUTO,

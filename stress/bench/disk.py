@@ -30,8 +30,8 @@ from kvtier.plugin_api.sizes import read_bytes
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.tools.bench.call_legs import KINDS, STORE
 from kvtier.tools.bench.tier_command import block_sizes
-from kvtier.tools.cli.terminal import progress
 from kvtier.tools.held_signals import HeldSignals
+from kvtier.tools.terminal import progress
 from stress.bench.disk_figures import DiskRounds, figures, show_figures, show_ratios, shown_size
 from stress.bench.disk_fio import FIO, Fio, FioFailed
 from stress.bench.disk_legs import (

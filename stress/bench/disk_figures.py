@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.tools.bench.call_legs import KINDS, LOAD, STORE
 from kvtier.tools.bench.percentile import percentile
-from kvtier.tools.cli.terminal import table
+from kvtier.tools.terminal import table
 from stress.bench.disk_fio import FIO
 from stress.bench.disk_lmcache import LMCACHE
 from stress.bench.disk_sides import ENCRYPTED, KVTIER_FS, RAW

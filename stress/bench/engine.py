@@ -12,8 +12,8 @@ import statistics
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import InternalError, Misuse
-from kvtier.tools.cli.terminal import progress, table
 from kvtier.tools.demo.engine import BLOCK_BYTES, BLOCK_TOKENS
+from kvtier.tools.terminal import progress, table
 from stress.bench.children import run_child
 from stress.bench.engine_run import (
     COLD,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from kvtier.errors import Misuse
 from kvtier.tools.bench.about import about_machine
-from kvtier.tools.cli.terminal import check_can_write, write_json
+from kvtier.tools.terminal import check_can_write, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtier.errors import Misuse
 from kvtier.settings.plugins import make_policy
 from kvtier.tools.bench.percentile import percentile
-from kvtier.tools.cli.terminal import progress
 from kvtier.tools.held_signals import HeldSignals
+from kvtier.tools.terminal import progress
 from stress.bench.children import run_child
 from stress.bench.harness import RUNS, SEED, Option, Report, orders, own_folder, ratio
 from stress.bench.ops_tables import show_calls, show_memory, show_scale

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.tools.cli.terminal import table
+from kvtier.tools.terminal import table
 from stress.bench.harness import spread, yes_or_no
 from stress.bench.sides import KVTIER, SIDES, VLLM
 from stress.bench.turns import Call

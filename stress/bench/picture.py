@@ -7,7 +7,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import Misuse
-from kvtier.tools.cli.terminal import check_can_write
+from kvtier.tools.terminal import check_can_write
 from stress.bench.sides import KVTIER, VLLM
 from stress.bench.turns import Call
 

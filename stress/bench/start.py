@@ -16,7 +16,7 @@ from kvtier.core.events import PRIMARY, EventKind
 from kvtier.errors import StoreFault
 from kvtier.plugin_api.sizes import read_bytes
 from kvtier.tools.bench.tier_command import check_pages
-from kvtier.tools.cli.terminal import progress, table
+from kvtier.tools.terminal import progress, table
 from stress.bench.children import run_child
 from stress.bench.harness import PATH, RUNS, Option, Report, own_folder, spread
 

@@ -15,7 +15,7 @@ from kvtier.tools.bench.about import about_machine
 from kvtier.tools.bench.prompt_requests import PROMPT_BLOCKS, requests_shown
 from kvtier.tools.bench.tier import TierBenchOptions, measure, plain_client_class, sides_count
 from kvtier.tools.bench.tier_figures import CallFigures, figures
-from kvtier.tools.cli.terminal import progress, table, write_json
+from kvtier.tools.terminal import progress, table, write_json
 from kvtier_backends.shared.compression import COMPRESSION
 
 if TYPE_CHECKING:

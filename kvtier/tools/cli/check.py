@@ -50,7 +50,7 @@ def check(
         try each tier's storage: reach it, log in, and store, load and remove something
     """
     from kvtier.tools.checking import configuration  # noqa: PLC0415 - heavy imports
-    from kvtier.tools.cli.terminal import check_can_report, report  # noqa: PLC0415 - as above
+    from kvtier.tools.terminal import check_can_report, report  # noqa: PLC0415 - as above
 
     check_can_report(json)
     found = configuration.check(

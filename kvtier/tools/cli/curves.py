@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvtier.tools.cli.exit_status import INTERRUPTED
-from kvtier.tools.cli.terminal import check_can_write, progress, table, write_json
 from kvtier.tools.cli.trace_input import describe, read_trace_in_sight
 from kvtier.tools.replay import curves
+from kvtier.tools.terminal import check_can_write, progress, table, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

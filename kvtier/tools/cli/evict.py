@@ -47,7 +47,7 @@ def evict(
     """
     from kvtier.plugin_api.sizes import read_bytes  # noqa: PLC0415 - heavy imports stay out of other runs
     from kvtier.tools.cli import storage  # noqa: PLC0415 - as above
-    from kvtier.tools.cli.terminal import report  # noqa: PLC0415 - as above
+    from kvtier.tools.terminal import report  # noqa: PLC0415 - as above
 
     capacity_bytes = read_bytes(capacity, "--capacity")
     if every is not None and once:

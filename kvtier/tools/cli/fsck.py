@@ -38,7 +38,7 @@ def fsck(
         the disk tier's encryption keys; without them, encrypted blocks are not verified
     """
     from kvtier.tools.cli import storage  # noqa: PLC0415 - heavy imports stay out of other runs
-    from kvtier.tools.cli.terminal import progress, report  # noqa: PLC0415 - as above
+    from kvtier.tools.terminal import progress, report  # noqa: PLC0415 - as above
 
     with storage.opened(path, json, encryption_key_file) as offline:
         verified = offline.verify(progress, repair=repair)
@@ -58,7 +58,7 @@ def fsck(
 
 
 def _show(place: str, verified: Verified, *, repair: bool) -> None:
-    from kvtier.tools.cli.terminal import table  # noqa: PLC0415 - as in fsck
+    from kvtier.tools.terminal import table  # noqa: PLC0415 - as in fsck
 
     print(place)
     table("Found", ("", ""), verified.rows)

@@ -13,7 +13,7 @@ def ls(path: StoragePlace, /, *, json: Json = None) -> int:
     its start.
     """
     from kvtier.tools.cli import namespaces, storage  # noqa: PLC0415 - heavy imports stay out of other runs
-    from kvtier.tools.cli.terminal import progress, report, table  # noqa: PLC0415 - as above
+    from kvtier.tools.terminal import progress, report, table  # noqa: PLC0415 - as above
 
     with storage.opened(path, json) as offline:
         contents = offline.list(progress)

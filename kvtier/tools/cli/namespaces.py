@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.sizes import shown_age, shown_gib
-from kvtier.tools.cli.terminal import table
+from kvtier.tools.terminal import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -64,7 +64,7 @@ def purge(
         remove nothing, and show what would be removed
     """
     from kvtier.tools.cli import namespaces, storage  # noqa: PLC0415 - heavy imports stay out of other runs
-    from kvtier.tools.cli.terminal import progress, report  # noqa: PLC0415 - as above
+    from kvtier.tools.terminal import progress, report  # noqa: PLC0415 - as above
 
     selection = _selection(what)
     with storage.opened(path, json) as offline:
@@ -112,7 +112,7 @@ def _show(removed: Removed, figures: dict[str, Any]) -> None:
 def _is_sure(offline: Offline) -> bool:
     """Ask before everything goes, if there is somebody to ask."""
     from kvtier.tools.cli import namespaces  # noqa: PLC0415 - as in purge
-    from kvtier.tools.cli.terminal import progress, says_yes  # noqa: PLC0415 - as in purge
+    from kvtier.tools.terminal import progress, says_yes  # noqa: PLC0415 - as in purge
 
     if not sys.stdin.isatty():
         return True

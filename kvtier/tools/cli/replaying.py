@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.sizes import read_bytes
 from kvtier.tools.cli.exit_status import INTERRUPTED
-from kvtier.tools.cli.terminal import check_can_write, table, write_json
 from kvtier.tools.cli.trace_input import describe, read_trace_in_sight
 from kvtier.tools.replay.engine_model import EngineModel
 from kvtier.tools.replay.gpu import Verify
@@ -19,6 +18,7 @@ from kvtier.tools.replay.report import build_report, problems_in
 from kvtier.tools.replay.report_tables import tables
 from kvtier.tools.replay.session import replay
 from kvtier.tools.replay.settings import ReplaySettings, read_config_file, read_runtime
+from kvtier.tools.terminal import check_can_write, table, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

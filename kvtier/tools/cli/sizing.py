@@ -10,7 +10,6 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api.sizes import read_bytes
 from kvtier.settings.runtime_config import DEFAULT_POLICY
 from kvtier.tools.cli.exit_status import INTERRUPTED
-from kvtier.tools.cli.terminal import check_can_write, progress, table, write_json
 from kvtier.tools.cli.trace_input import describe, read_trace_in_sight
 from kvtier.tools.replay.curves import Workload, parse_capacities, parse_policies, replay
 from kvtier.tools.sizing.geometry import Geometry, make_geometry, read_geometry
@@ -24,6 +23,7 @@ from kvtier.tools.sizing.recommend import (
     saved_by_a_gib_more,
     tier_table,
 )
+from kvtier.tools.terminal import check_can_write, progress, table, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

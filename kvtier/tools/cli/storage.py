@@ -16,7 +16,7 @@ from kvtier.plugin_api.offline import unreadable
 from kvtier.plugin_api.options import shown
 from kvtier.settings.plugins import offline_classes
 from kvtier.tools.answering import ANSWER_S_MAX, check_answers, silent_option
-from kvtier.tools.cli.terminal import check_can_report
+from kvtier.tools.terminal import check_can_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.tools.cli.terminal import progress
 from kvtier.tools.replay.traces import read_trace
+from kvtier.tools.terminal import progress
 
 if TYPE_CHECKING:
     from pathlib import Path

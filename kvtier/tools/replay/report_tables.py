@@ -25,7 +25,7 @@ TIER_FAULTS: Final = (
 
 
 class Table(NamedTuple):
-    """What ``kvtier.tools.cli.terminal.table`` takes."""
+    """What ``kvtier.tools.terminal.table`` takes."""
 
     title: str
     columns: Sequence[str]

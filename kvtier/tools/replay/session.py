@@ -13,12 +13,12 @@ import xxhash
 from kvtier.plugin_api.backend import Namespace
 from kvtier.plugin_api.options import Options
 from kvtier.runtime import open_runtime, wait_for_servers
-from kvtier.tools.cli.terminal import progress
 from kvtier.tools.replay.clock import ReplayClock
 from kvtier.tools.replay.folders import Folders
 from kvtier.tools.replay.gpu import StandInGpu
 from kvtier.tools.replay.player import Player
 from kvtier.tools.replay.settings import FOLDER_KEYS
+from kvtier.tools.terminal import progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.errors import Misuse
-from kvtier.tools.cli.terminal import check_can_write, progress, table, write_json
+from kvtier.tools.terminal import check_can_write, progress, table, write_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("kvtier.tools.cli.terminal.time.monotonic", lambda: now)
+    monkeypatch.setattr("kvtier.tools.terminal.time.monotonic", lambda: now)
     with progress("playing", 1000) as bar:
         for _ in range(10):
             now += 3.0
