@@ -80,8 +80,7 @@ def _take_any_promotion(self: LoadCompletions, message: m.PromotionEnded) -> Non
 
 
 def _forget_cascades(self: TierLink, message: wire.TierFenced) -> None:
-    for job in self._stores.fence():
-        self.write_backlog.slots -= len(job.slots)
+    self._stores.pop_all()
     _tier_fenced(self, message)
 
 

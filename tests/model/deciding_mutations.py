@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from mutating import Mutations
 
+from kvtier.engine.link.flights import Flights
 from kvtier.engine.link.jobs import Job
-from kvtier.engine.link.transfer_times import TransferTimes
 from kvtier.engine.primary.promotions import Promotions
 from kvtier.engine.primary.tier_directory import Search, TierDirectory
 
@@ -24,13 +24,13 @@ def wait_on_though_computing_would_be_done(_self: Job, _now: float) -> bool:
     return False
 
 
-@in_place_of(TransferTimes, "on_end")
+@in_place_of(Flights, "end")
 def count_what_has_ended_as_outstanding(
-    real: Any, self: TransferTimes, job: Job, *, is_whole: bool, at: float = 0.0
+    real: Any, self: Flights[Job], flight: Job, **how: Any
 ) -> None:
     """A tier seems ever busier."""
     outstanding = self.outstanding
-    real(self, job, is_whole=is_whole, at=at)
+    real(self, flight, **how)
     self.outstanding = outstanding
 
 

@@ -15,12 +15,11 @@ from mutating import Mutations
 from kvtier.core import messages as m
 from kvtier.core import wire
 from kvtier.core.events import EventKind, EventLog
-from kvtier.engine.link import jobs
 from kvtier.engine.link.circuit_breaker import Breaker
+from kvtier.engine.link.flights import Numbers, _Watch
+from kvtier.engine.link.jobs import Job, WaitingJobs
 from kvtier.engine.link.link_time import LinkTime
-from kvtier.engine.link.stall_detector import StallDetector
 from kvtier.engine.link.tier_link import TierLink
-from kvtier.engine.link.waiting_jobs import WaitingJobs
 from kvtier.engine.link.write_backlog import WriteBacklog
 from kvtier.engine.primary import prefix_reservations, tier_directory
 from kvtier.engine.primary.cascades import Cascades, MissingPrefixes
@@ -116,30 +115,30 @@ def free_a_slot_whose_fill_is_abandoned(
         self._not_filled(message.keys)
 
 
-@in_place_of(jobs.Job, "has_lost_patience")
-def wait_for_a_load_for_ever(_self: jobs.Job, _now: float) -> bool:
+@in_place_of(Job, "has_lost_patience")
+def wait_for_a_load_for_ever(_self: Job, _now: float) -> bool:
     """As long as the tier does anything else."""
     return False
 
 
 @in_place_of(WaitingJobs, "pop_due")
-def wait_in_a_queue_for_ever(_self: WaitingJobs, _now: float) -> list[jobs.Job]:
+def wait_in_a_queue_for_ever(_self: WaitingJobs, _now: float) -> list[Job]:
     """A load that is not sent yet has no end of patience."""
     return []
 
 
-@in_place_of(StallDetector, "is_stalled")
-def never_notice_that_a_tier_hangs(_self: StallDetector, _now: float, _limit_s: float) -> bool:
+@in_place_of(_Watch, "is_stalled")
+def never_notice_that_a_tier_hangs(_self: _Watch[Any], _now: float, _limit_s: float) -> bool:
     """What it has begun is given up only if it does others meanwhile."""
     return False
 
 
-@in_place_of(StallDetector, "on_end")
-def take_a_queue_for_a_failure(real: Any, self: StallDetector, number: int, now: float) -> None:
+@in_place_of(_Watch, "on_end")
+def take_a_queue_for_a_failure(real: Any, self: _Watch[Job], flight: Job, now: float) -> None:
     """A tier is late with all that it has since it had nothing to do."""
-    moved_at = self._moved_at
-    real(self, number, now)
-    self._moved_at = moved_at
+    moved_at = self.moved_at
+    real(self, flight, now)
+    self.moved_at = moved_at
 
 
 @in_place_of(LinkTime, "leave_out")
@@ -147,8 +146,8 @@ def take_a_busy_machine_for_a_hung_tier(_self: LinkTime, _seconds: float) -> Non
     """A tier that nobody runs is late with what it has."""
 
 
-@in_place_of(StallDetector, "pop_late")
-def never_give_up_what_hangs(_self: StallDetector, _now: float, _limit_s: float) -> list[int]:
+@in_place_of(_Watch, "pop_late")
+def never_give_up_what_hangs(_self: _Watch[Any], _now: float, _limit_s: float) -> list[Job]:
     """A tier that does nothing any more is bypassed, and what it has is waited for."""
     return []
 
@@ -184,10 +183,10 @@ def put_tails_before_heads(
 @in_place_of(TierLink, "_job_ended")
 def accept_a_late_completion(real: Any, self: TierLink, message: wire.JobEnded) -> None:
     """A load that ends after its deadline is reported as if in time."""
-    job = self._loads.jobs.get(message.job)
-    if job is not None and job.is_load and job.abandoned:
-        job.abandoned = False
-        self._abandoned_slots -= len(job.slots)
+    loads, job = self._loads, self._loads.get(message.job)
+    if job is not None and not job.is_awaited:
+        job.is_awaited = True
+        loads.left, loads.left_blocks = loads.left - 1, loads.left_blocks - job.size
     real(self, message)
 
 
@@ -223,11 +222,11 @@ def take_a_doubled_completion_for_another(
     real: Any, self: TierLink, message: wire.JobEnded
 ) -> None:
     """A job that ended is still waited for, so that its second end counts too."""
-    transfers = self._loads if message.job in self._loads.jobs else self._stores
-    job = transfers.jobs.get(message.job)
+    transfers = self._stores if self._loads.get(message.job) is None else self._loads
+    job = transfers.get(message.job)
     real(self, message)
     if job is not None:
-        transfers.jobs[message.job] = job
+        transfers._flights[message.job] = job
 
 
 @in_place_of(PrimaryTier, "_requests_scheduled")
@@ -362,7 +361,7 @@ def tell_nobody_what_a_shared_tier_has_not(*_: object, **__: object) -> None:
     """A router is told of a block that a load found damaged, and that was removed."""
 
 
-@in_place_of(jobs.Numbers, "count_stray")
+@in_place_of(Numbers, "count_stray")
 def let_a_stray_answer_pass_uncounted(*_: object, **__: object) -> None:
     """Answers that nobody waits for leave no trace."""
 
@@ -370,8 +369,7 @@ def let_a_stray_answer_pass_uncounted(*_: object, **__: object) -> None:
 @in_place_of(TierLink, "_tier_fenced")
 def let_a_cut_off_tier_keep_its_slots(real: Any, self: TierLink, message: wire.TierFenced) -> None:
     """A fenced tier's cascades are forgotten with their pins."""
-    for job in self._stores.fence():
-        self.write_backlog.slots -= len(job.slots)
+    self._stores.pop_all()
     real(self, message)
 
 

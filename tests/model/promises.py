@@ -349,7 +349,7 @@ class Promises:
 
     @precondition(is_running)
     @invariant()
-    def transfer_times_count_what_is_in_flight(self) -> None:
+    def what_is_outstanding_is_in_flight(self) -> None:
         for link in self.world.links:
             seen = link.audit()
             in_flight = sum(len(job.slots) for job in seen.jobs.values() if job.is_load)

@@ -6,7 +6,7 @@ now and then shows whether it is well again.
 
 How it couples with others: ``TierHealth`` holds the breakers of a tier, and counts a failing peer
 of a tier with several as one failure. A connection that is lost (``connection.py``) stops work
-without moving a breaker: no deadline need pass. A stall (``stall_detector.py``) opens it at once,
+without moving a breaker: no deadline need pass. A stall (``flights.py``) opens it at once,
 since whatever is sent next would wait behind it. A host whose cell breaks disables all breakers
 (``kvtier/hosts/life.py``), and a new cell enables them.
 
@@ -20,7 +20,7 @@ disabled until it is restarted.
 
 Failures are counted in a row and not as a rate: with a rate, the few jobs of a quiet hour would
 decide. A slow tier is none of the breaker's business: how much it is given at once follows from
-its times (``transfer_times.py``).
+its times (``pacing.py``).
 """
 
 from __future__ import annotations

@@ -1,101 +1,62 @@
-"""Defines the jobs of a tier's link, and numbers the jobs and probes that it sends."""
+"""Defines the loads and stores of a tier's link, which wait until their tier has room for them.
+
+Part of a link's actor. A request's blocks go in the order in which they were asked for, which is
+head to tail, and requests in the order in which they first asked: that is the order in which vLLM
+runs them. So a request that comes back for its next blocks does not queue behind later requests.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import compress
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from msgspec import structs
 
 from kvtier.core import messages as m
 from kvtier.core import wire
 from kvtier.engine.link.audit import JobAudit
 from kvtier.engine.link.circuit_breaker import Work
+from kvtier.engine.link.flights import Flight, Flights
 from kvtier.plugin_api.backend import Outcome
 from kvtier.plugin_api.deadlines import NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from kvtier.core.statistics import TierCounts
-    from kvtier.plugin_api.keys import Key
+    from kvtier.engine.link.link_time import LinkTime
+    from kvtier.plugin_api.keys import Key, RequestId
+    from kvtier.settings.runtime_config import RuntimeConfig
 
-
-class Sent(Protocol):
-    """A job or a probe, as seen by the code that measures how long the tier takes."""
-
-    started: float
-    backlog: int
-    peer: str
-
-    @property
-    def size(self) -> int:
-        """The number of its blocks or keys."""
-        ...
-
-    @property
-    def counts_for_its_tier(self) -> bool:
-        """Whether its end is a success or a failure of its tier."""
-        ...
-
-    def start(self, now: float, backlog: int) -> None:
-        """Note when it was sent, and how much was outstanding at the tier with its own."""
-        ...
+FIRST_BYTES: Final = 32 << 20
+"""Work given to a tier of unknown speed: at 4 MB/s that is 8 s of work."""
 
 
-class Job:
-    """One job: it waits at the link, or is at the tier."""
+class Job(Flight):
+    """A load or a store: some blocks of one message of the primary tier."""
 
-    __slots__ = (
-        "abandoned",
-        "backlog",
-        "epoch",
-        "is_cut",
-        "is_load",
-        "keys",
-        "patience_end",
-        "peer",
-        "request",
-        "slots",
-        "started",
-    )
+    __slots__ = ("epoch", "is_load", "keys", "patience_end", "slots")
 
     def __init__(self, message: m.Promote | m.Cascade, start: int, end: int, since: float) -> None:
         """``since``: when the link received it, in seconds of its clock."""
         self.is_load = isinstance(message, m.Promote)
-        self.request = message.request
         self.keys = message.keys[start:end]
         self.slots = message.slots[start:end]
         self.epoch = message.epoch
-        self.started = since
         self.patience_end = since + message.patience_s if isinstance(message, m.Promote) else NEVER
-        self.backlog = 0  #: blocks outstanding at the tier when it was sent, its own included
-        self.peer = ""  #: the address that is to do it, if its tier has several
-        self.abandoned = False
-        self.is_cut = False  #: abandoned for lack of patience, though its tier is not late with it
+        super().__init__(message.request, len(self.slots), since)
 
-    def assign(self, peer: str) -> None:
-        """Set the peer of its tier that is to do it."""
-        self.peer = peer
+    @property
+    def work(self) -> Work:
+        """Its kind of work, for the breaker."""
+        return Work.LOAD if self.is_load else Work.STORE
 
-    def start(self, now: float, backlog: int) -> None:
-        """Note when it was sent, and how many blocks were outstanding at the tier with its own."""
-        self.started = now
-        self.backlog = backlog
-
-    def order(self, number: int, mark: bytes, since: int, deadline: float) -> LoadOrStore:
-        """Return the message for the tier, once the job has been started."""
+    def order(self, mark: bytes, since: int) -> LoadOrStore:
+        """Return the message for the tier, once the job has begun."""
+        number, request, deadline = self.number, self.request, self.deadline
         if self.is_load:
-            return wire.LoadJob(number, self.keys, self.slots, mark, since, self.request, deadline)
-        return wire.StoreJob(number, self.request, self.keys, self.slots, mark, since, deadline)
-
-    @property
-    def size(self) -> int:
-        """The number of its blocks."""
-        return len(self.slots)
-
-    @property
-    def counts_for_its_tier(self) -> bool:
-        """Whether its end is a success or a failure of its tier."""
-        return self.is_cut or not self.abandoned
+            return wire.LoadJob(number, self.keys, self.slots, mark, since, request, deadline)
+        return wire.StoreJob(number, request, self.keys, self.slots, mark, since, deadline)
 
     def done(self, outcomes: Sequence[Outcome]) -> tuple[Key, ...]:
         """Return the keys of the blocks that are DONE; one outcome a block."""
@@ -108,50 +69,172 @@ class Job:
 
     def has_lost_patience(self, now: float) -> bool:
         """Return whether its request should stop waiting for it, though the tier isn't late."""
-        return not self.abandoned and now >= self.patience_end
+        return self.is_awaited and now >= self.patience_end
 
-    def cut(self) -> None:
-        """Note that it is given up though its tier is not late with it."""
-        self.is_cut = True
-
-    def end_cut(self) -> None:
-        """Note that its end no longer counts for its tier."""
-        self.is_cut = False
-
-    def abandon(self) -> None:
-        """Wait for it no longer; its end is still counted."""
-        assert not self.abandoned, "a job is abandoned once"
-        self.abandoned = True
-
-    def audit(self) -> JobAudit:
+    def audit(self, *, is_watched: bool) -> JobAudit:
         """Return its state, frozen."""
         return JobAudit(
-            self.is_load, self.abandoned, self.counts_for_its_tier, self.slots, self.patience_end
+            self.is_load, not self.is_awaited, is_watched, self.slots, self.patience_end
         )
-
-    @property
-    def work(self) -> Work:
-        """Its kind of work, for the breaker."""
-        return Work.LOAD if self.is_load else Work.STORE
 
 
 LoadOrStore: TypeAlias = wire.LoadJob | wire.StoreJob
 
 
-class Numbers:
-    """Allocates the numbers of the jobs and probes that a link sends: from 1, each once."""
+class Transfers(Flights[Job]):
+    """The jobs of one tier and one kind of work: those at the tier, and ``waiting``."""
 
-    def __init__(self, counts: TierCounts) -> None:
-        self.counts = counts
-        self._last = 0
+    def __init__(
+        self,
+        work: Work,
+        config: RuntimeConfig,
+        time: LinkTime,
+        limit_s: float,
+        peer_of: Callable[[RequestId], str] = lambda _: "",
+    ) -> None:
+        """``limit_s``: how long the tier may do nothing before it is late.
 
-    def next(self) -> int:
-        """Return an unused number."""
-        self._last += 1
-        return self._last
+        ``peer_of``: returns the tier's peer that does a request's work.
+        """
+        super().__init__(time, max(1, FIRST_BYTES // config.block_bytes), limit_s)
+        self.work = work
+        self.waiting = WaitingJobs(remembers=work is Work.LOAD)
+        self._peer_of = peer_of
+        self._job_blocks_max = config.job_blocks_max
 
-    def count_stray(self, number: int) -> None:
-        """Count a completion that matches nothing in flight: late, duplicate or invented."""
-        was_sent = 0 < number <= self._last
-        self.counts.late_completions += was_sent
-        self.counts.unknown_completions += not was_sent
+    @property
+    def has_work(self) -> bool:
+        """Whether any job waits, is at the tier, or has ended and was not learnt from."""
+        return bool(self.waiting) or not self.is_idle
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks that wait or are at the tier."""
+        return self.waiting.blocks + self.outstanding
+
+    def add_load(self, message: m.Promote, now: float, limit_s: float | None) -> None:
+        """Have a load wait for the tier. Its request waits for its patience, ``limit_s`` at most.
+
+        None: no limit, and it waits for longer if the load should take longer by now.
+        """
+        patience_s = message.patience_s
+        if limit_s is not None:
+            patience_s = min(patience_s, limit_s)
+        elif (cost := self.cost(self.waiting.blocks)) is not None:
+            patience_s = cost.patience_s(len(message.keys), patience_s, message.patience_max_s)
+        self.waiting.add(structs.replace(message, patience_s=patience_s), now)
+
+    def pop_next(self, *, whole: bool) -> Job | None:
+        """Return the job to send next; None: none waits, or the tier has enough work.
+
+        ``whole``: the tier is given all waiting blocks of a request message at once.
+        """
+        blocks_max = self.waiting.blocks
+        if not whole:
+            half = max(1, self.pacing.window // 2)  # while one ends, the tier should have another
+            blocks_max = min(self.room, self._job_blocks_max, half, blocks_max)
+        if blocks_max <= 0:
+            return None
+        job = self.waiting.pop(blocks_max)
+        job.assign(self._peer_of(job.request))
+        return job
+
+
+class _Part:
+    """A message whose blocks from ``start`` on wait."""
+
+    __slots__ = ("message", "since", "start")
+
+    def __init__(self, message: m.Promote | m.Cascade, now: float) -> None:
+        self.message = message
+        self.since = now
+        self.start = 0
+
+    @property
+    def blocks(self) -> int:
+        return len(self.message.keys) - self.start
+
+    def is_due(self, now: float) -> bool:
+        """Return whether it has waited for as long as its request has patience."""
+        message = self.message
+        return isinstance(message, m.Promote) and now - self.since >= message.patience_s
+
+    def pop(self, blocks: int) -> Job:
+        """Return its first blocks as a job."""
+        job = Job(self.message, self.start, self.start + blocks, self.since)
+        self.start += len(job.keys)
+        return job
+
+
+class WaitingJobs:
+    """The waiting jobs of one tier and one kind of work."""
+
+    def __init__(self, *, remembers: bool) -> None:
+        """``remembers``: a request keeps its place until ``pop_request``, even without blocks."""
+        self.blocks = 0  #: number of waiting blocks
+        self._remembers = remembers
+        self._parts: dict[RequestId, deque[_Part]] = {}  # in the order of the requests
+
+    def __bool__(self) -> bool:
+        """Return whether any block waits."""
+        return self.blocks > 0
+
+    def add(self, message: m.Promote | m.Cascade, now: float) -> None:
+        """Have a message's blocks wait, behind its request's others."""
+        if message.keys:
+            self._parts.setdefault(message.request, deque()).append(_Part(message, now))
+            self.blocks += len(message.keys)
+
+    def pop(self, blocks_max: int) -> Job:
+        """Return up to ``blocks_max`` of the next blocks as a job. At least one must wait."""
+        request, parts = next((name, parts) for name, parts in self._parts.items() if parts)
+        job = self._pop(parts, min(blocks_max, parts[0].blocks))
+        if not (parts or self._remembers):
+            del self._parts[request]
+        return job
+
+    def pop_all(self) -> list[Job]:
+        """Return all that waits, which will not be sent."""
+        return [*self._pop_where(lambda _: True)]
+
+    def pop_request(self, request: RequestId) -> list[Job]:
+        """Return the waiting jobs of a request that is over; it comes last if it comes again."""
+        parts = self._parts.pop(request, None)
+        jobs = []
+        while parts:
+            jobs.append(self._pop(parts, parts[0].blocks))
+        return jobs
+
+    def forget(self, request: RequestId) -> None:
+        """Forget the place of a request that is over, if none of its blocks wait."""
+        if not self._parts.get(request):
+            self._parts.pop(request, None)
+
+    def pop_due(self, now: float) -> list[Job]:
+        """Return the jobs that have waited for as long as their requests have patience."""
+        return [*self._pop_where(lambda part: part.is_due(now))]
+
+    def pop_before(self, epoch: int) -> list[Job]:
+        """Return the jobs from before an epoch."""
+        return [*self._pop_where(lambda part: part.message.epoch < epoch)]
+
+    def slots(self) -> tuple[int, ...]:
+        """Return the slots of all waiting blocks. For tests and diagnosis: it costs O(n)."""
+        waiting = (part for parts in self._parts.values() for part in parts)
+        return tuple(slot for part in waiting for slot in part.message.slots[part.start :])
+
+    def _pop_where(self, is_meant: Callable[[_Part], bool]) -> Iterator[Job]:
+        for request, parts in list(self._parts.items()):
+            for part in [part for part in parts if is_meant(part)]:
+                parts.remove(part)
+                self.blocks -= part.blocks
+                yield part.pop(part.blocks)
+            if not (parts or self._remembers):
+                del self._parts[request]
+
+    def _pop(self, parts: deque[_Part], blocks: int) -> Job:
+        job = parts[0].pop(blocks)
+        if not parts[0].blocks:
+            parts.popleft()
+        self.blocks -= blocks
+        return job

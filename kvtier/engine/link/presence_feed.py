@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Mailbox
     from kvtier.core.events import Event
     from kvtier.engine.link.connection import ServerConnection
-    from kvtier.engine.link.waiting_probes import WaitingProbe
+    from kvtier.engine.link.waiting_probes import Probe
     from kvtier.plugin_api.backend import BackendTraits
     from kvtier.plugin_api.keys import Key
 
@@ -105,14 +105,14 @@ class PresenceFeed:
         if keys and epoch >= self.since and not self._request_scoped:
             self._learned(keys, ())
 
-    def answered(self, probe: WaitingProbe, present: Sequence[bool]) -> None:
+    def answered(self, probe: Probe, present: Sequence[bool]) -> None:
         """Use a probe's answer for the tier's contents, even if no request waits for it."""
         if probe.since != self.since or self._tells_by_itself or self._request_scoped:
             return
         answers = list(zip(probe.keys, present, strict=True))
         there = tuple(key for key, is_there in answers if is_there)
         learned = None
-        if probe.is_late and there:
+        if there and not probe.is_awaited:
             learned = m.PresenceLearned(self._number, there, (), self.since)
         if learned or self._events.collects:
             gone = [key for key, is_there in answers if not is_there]

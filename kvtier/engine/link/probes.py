@@ -1,7 +1,7 @@
 """Sends the probes of one tier, and ends them as misses if the tier does not answer.
 
 Part of a link's actor. As with loads, the tier is sent no more than it can answer soon
-(``transfer_times.py``); the rest waits (``waiting_probes.py``). A probe
+(``flights.py``); the rest waits (``waiting_probes.py``). A probe
 without waiters is remembered: its answer may still come, and shows which blocks the tier has.
 """
 
@@ -13,18 +13,17 @@ from kvtier.core import messages as m
 from kvtier.core import wire
 from kvtier.core.statistics import Observed
 from kvtier.engine.link.circuit_breaker import Work
-from kvtier.engine.link.in_flight import InFlight
-from kvtier.engine.link.waiting_probes import WaitingProbes
+from kvtier.engine.link.flights import Flights
+from kvtier.engine.link.waiting_probes import Probe, WaitingProbes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvtier.core.actor import Mailbox
     from kvtier.core.statistics import TierSpeed
-    from kvtier.engine.link.jobs import Numbers
+    from kvtier.engine.link.flights import Numbers
     from kvtier.engine.link.presence_feed import PresenceFeed
     from kvtier.engine.link.tier_health import TierHealth
-    from kvtier.engine.link.waiting_probes import WaitingProbe
     from kvtier.settings.runtime_config import RuntimeConfig
 
 FIRST_KEYS: Final = 128
@@ -61,15 +60,13 @@ class Probes:
         self._tier = tier
         self._primary = primary
         self._waiting = WaitingProbes()
-        self._under_way = InFlight(health.time, FIRST_KEYS, config.tiers[number].probe_timeout_s)
-        self._times = self._under_way.times
-        self._awaited: dict[int, WaitingProbe] = {}
-        self._late: dict[int, WaitingProbe] = {}  # only the latest
+        limit_s = config.tiers[number].probe_timeout_s
+        self._flights: Flights[Probe] = Flights(health.time, FIRST_KEYS, limit_s)
         self._mark = b""  # of the generation
 
     def __len__(self) -> int:
         """Return how many probes at the tier are awaited."""
-        return len(self._awaited)
+        return self._flights.awaited
 
     @property
     def waiting(self) -> int:
@@ -79,21 +76,21 @@ class Probes:
     @property
     def is_under_way(self) -> bool:
         """Whether any question waits, or any probe is at the tier."""
-        return bool(self._waiting) or not self._under_way.is_idle
+        return bool(self._waiting) or not self._flights.is_idle
 
     @property
     def awaited(self) -> frozenset[int]:
         """The numbers of the probes that a request waits for."""
-        return frozenset(self._awaited)
+        return frozenset(probe.number for probe in self._flights if probe.is_awaited)
 
     @property
     def watched(self) -> frozenset[int]:
         """The numbers of the probes that are watched for lateness."""
-        return self._under_way.watched
+        return self._flights.watched
 
     def set_calls_max(self, calls_max: int) -> None:
         """Set how many probes the tier's backend may do at once."""
-        self._times.set_calls_max(calls_max)
+        self._flights.pacing.set_calls_max(calls_max)
 
     def begin_generation(self, mark: bytes) -> None:
         """Probe for another generation from now on; answers about earlier ones are not awaited."""
@@ -119,11 +116,11 @@ class Probes:
         """Send the probes that the tier has room for. If it is failing, end all waiting ones."""
         if self._waiting and not self._health.takes(Work.PROBE):
             self._end_waiting()
-        while len(self._awaited) < self._probes_max:
+        while len(self) < self._probes_max:
             question = self._waiting.next()
             if question is None:
                 return
-            room = self._times.room
+            room = self._flights.room
             if room <= 0 and not question.is_apart:
                 return
             peer = self._health.peer_of(question.request)
@@ -133,19 +130,16 @@ class Probes:
             if not self._health.try_acquire(Work.PROBE):
                 self._end_waiting()
                 return
-            share = max(PART_KEYS_MIN, self._times.window // len(self._waiting))
+            share = max(PART_KEYS_MIN, self._flights.pacing.window // len(self._waiting))
             # A request-scoped tier gets all keys at once.
             size = None if question.is_apart else min(room, share)
             self._send(self._waiting.pop_part(question, size), peer)
 
-    def _send(self, probe: WaitingProbe, peer: str) -> None:
+    def _send(self, probe: Probe, peer: str) -> None:
         probe.assign(peer)
-        number = self._numbers.next()
-        deadline = self._under_way.begin(number, probe)
-        self._awaited[number] = probe
-        if not self._tier.post(probe.order(number, self._mark, deadline)):
-            del self._awaited[number]
-            self._under_way.leave(number, probe)
+        self._flights.begin(probe, self._numbers.next())
+        if not self._tier.post(probe.order(self._mark)):
+            self._flights.withdraw(probe)
             self._health.failed(Work.PROBE, "has a full mailbox")
             self._end(probe)
             self._end_waiting()
@@ -156,97 +150,82 @@ class Probes:
 
     def answered(self, message: wire.ProbeAnswer) -> None:
         """Handle the tier's answer."""
-        probe = self._awaited.pop(message.probe, None)
+        probe = self._flights.get(message.probe)
+        if probe is None or not probe.is_awaited:
+            self._numbers.count_stray(message.probe)
         if probe is None:
-            self._answered_late(message)
             return
+        is_watched = self._flights.is_watched(probe)
         is_sound = len(message.present) == len(probe.keys)
-        self._under_way.end(message.probe, probe, is_whole=is_sound)
-        self.seconds.add(self._time.now - probe.started)
-        if not is_sound:
-            self._health.failed(
-                Work.PROBE, "answered a probe with the wrong number of answers", probe.peer
-            )
-            self._end(probe)
-        else:
+        self._flights.end(probe, is_whole=is_sound and probe.is_awaited)
+        if is_sound and is_watched:  # else only its request lost patience, or nobody ran the tier
             self._health.succeeded(Work.PROBE, probe.peer)
-            self._end(probe, message.present)
+        if probe.is_awaited:
+            self.seconds.add(self._time.now - probe.started)
+            if not is_sound:
+                how = "answered a probe with the wrong number of answers"
+                self._health.failed(Work.PROBE, how, probe.peer)
+            self._end(probe, message.present if is_sound else None)
+        if is_sound:
             self._contents.answered(probe, message.present)
-        self.send_waiting()
-
-    def _answered_late(self, message: wire.ProbeAnswer) -> None:
-        self._numbers.count_stray(message.probe)
-        probe = self._late.pop(message.probe, None)
-        if probe is None:
-            return
-        is_judged = message.probe not in self._under_way.watched
-        self._under_way.end(message.probe, probe, is_whole=False)
-        if len(message.present) == len(probe.keys):
-            self._contents.answered(probe, message.present)
-            if not is_judged:  # only its request lost patience, or its process was not run
-                self._health.succeeded(Work.PROBE, probe.peer)
+        if probe.is_awaited:
+            self.send_waiting()
 
     def speed(self) -> TierSpeed | None:
         """Return how fast the tier answers, if known."""
-        return self._times.speed(None)
+        return self._flights.pacing.speed(None)
 
     def pass_time(self) -> None:
         """End probes as misses if the tier is late, or if a request has waited long enough."""
         if not self.is_under_way:  # the case at most steps
             return
-        for peer, late, is_stalled in self._under_way.pop_late():
-            for number in late:
-                self._lose(number)
+        for peer, late, is_stalled in self._flights.pop_late():
+            for probe in late:
+                self._lose(probe)
             self._health.late(Work.PROBE, len(late), peer, is_stalled=is_stalled)
+        self._flights.learn()
         now = self._time.now
-        self._times.pass_time(now)
         since = now - self._wait_s
-        for number in [n for n, probe in self._awaited.items() if probe.started <= since]:
-            self._awaited[number].leave()
-            self._remember(number)
-        for number in [n for n, probe in self._awaited.items() if probe.deadline <= now]:
-            self._lose(number)  # the tier may be healthy: the stall detector decides
+        for probe in self._flights:
+            if probe.is_awaited and probe.started <= since:
+                self._leave(probe)
+        for probe in self._flights:
+            if probe.is_awaited and probe.deadline <= now:
+                self._lose(probe)  # the tier may be healthy: whoever watches it decides
         self._end_unasked(self._waiting.pop_impatient(since))
         self.send_waiting()
 
-    def _lose(self, number: int) -> None:
+    def _lose(self, probe: Probe) -> None:
         """Count a probe as lost, and end it as a miss if it is still awaited."""
-        is_awaited = number in self._awaited
-        probe = self._awaited[number] if is_awaited else self._late[number]
-        if not probe.is_lost:
-            self._times.on_lost(probe)
-            probe.lose()
-        if is_awaited:
+        self._flights.lose(probe)
+        if probe.is_awaited:
             self._counts.probes_timed_out += 1
-            self._remember(number)
+            self._leave(probe)
 
-    def _remember(self, number: int) -> None:
-        """End a probe as a miss, but keep it: a late answer is still used."""
-        probe = self._late[number] = self._awaited.pop(number)
-        while len(self._late) > self._probes_max:
-            oldest = next(iter(self._late))
-            self._under_way.leave(oldest, self._late.pop(oldest))
+    def _leave(self, probe: Probe) -> None:
+        """End a probe as a miss. A late answer is still used, but for all except the latest."""
+        self._flights.leave(probe)
+        while self._flights.left > self._probes_max:
+            self._flights.withdraw(next(each for each in self._flights if not each.is_awaited))
         self._end(probe)
 
     def end_all(self) -> None:
         """End all probes as misses: the tier will not answer."""
         self._health.showed_nothing(Work.PROBE)
-        self._under_way.forget()
-        self._late.clear()
-        awaited, self._awaited = self._awaited, {}
-        for probe in awaited.values():
-            self._end(probe)
+        for probe in self._flights.pop_all():
+            if probe.is_awaited:
+                self._end(probe)
         self._end_waiting()
 
     def _end_waiting(self) -> None:
         self._end_unasked(self._waiting.pop_all())
 
-    def _end_unasked(self, probes: Iterable[WaitingProbe]) -> None:
+    def _end_unasked(self, probes: Iterable[Probe]) -> None:
         """End probes that were not sent as misses."""
         for probe in probes:
             self._tell(probe, (False,) * probe.size)
 
-    def _end(self, probe: WaitingProbe, present: Sequence[bool] | None = None) -> None:
+    def _end(self, probe: Probe, present: Sequence[bool] | None = None) -> None:
         """Report the tier's answer. None: there is none, so all keys are misses."""
         found = (False,) * probe.size if present is None else tuple(present)
         self._tell(probe, found)
@@ -254,7 +233,7 @@ class Probes:
         if unasked is not None:
             self._tell(unasked, (False,) * unasked.size)
 
-    def _tell(self, probe: WaitingProbe, found: tuple[bool, ...]) -> None:
+    def _tell(self, probe: Probe, found: tuple[bool, ...]) -> None:
         if probe.since != self._contents.since:  # not about the current generation
             return
         self._counts.queries += len(found) - sum(found)

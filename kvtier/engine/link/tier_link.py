@@ -34,12 +34,12 @@ from kvtier.engine.link.access_relay import AccessRelay
 from kvtier.engine.link.audit import LinkAudit
 from kvtier.engine.link.circuit_breaker import Work, worst
 from kvtier.engine.link.connection import ServerConnection
-from kvtier.engine.link.jobs import Numbers
+from kvtier.engine.link.flights import Numbers
+from kvtier.engine.link.jobs import Transfers
 from kvtier.engine.link.presence_feed import PresenceFeed
 from kvtier.engine.link.probes import Probes
 from kvtier.engine.link.request_relay import RequestRelay
 from kvtier.engine.link.tier_health import NAMES, TierHealth
-from kvtier.engine.link.transfers import Transfers
 from kvtier.engine.link.write_backlog import WriteBacklog
 from kvtier.plugin_api.backend import Connection, Outcome
 
@@ -107,7 +107,6 @@ class TierLink(Actor):
         self.drain_events = self.contents.drain_events
         self._is_told = False  # whether the tier was notified of the generation
         self._uses = AccessRelay(tier)
-        self._abandoned_slots = 0
         self._was_idle = True  # at the last Tick
         super().__init__(f"link:{config.tiers[number].name}", self._all_handlers())
 
@@ -146,8 +145,8 @@ class TierLink(Actor):
         self.backend_counts.learn_levels(traits.levels)
         self._connection.set_connects(connects=traits.connects)
         self._probes.set_calls_max(traits.probe_batches_max or traits.load_batches_max)
-        self._loads.times.set_calls_max(traits.load_batches_max)
-        self._stores.times.set_calls_max(traits.store_batches_max)
+        self._loads.pacing.set_calls_max(traits.load_batches_max)
+        self._stores.pacing.set_calls_max(traits.store_batches_max)
         self.write_backlog.set_traits(traits)
         self.request_scoped = traits.request_scoped
         self.serves_others = traits.serves_others
@@ -190,7 +189,7 @@ class TierLink(Actor):
             self.write_backlog.drop(message)
             return
         self._uses.send(self.time.now)  # before it evicts
-        kept, rest = self.write_backlog.admit(message)
+        kept, rest = self.write_backlog.admit(message, self._stores.blocks)
         self._stores.waiting.add(kept, self.time.now)
         self._send_waiting(self._stores)
         self.write_backlog.defer(rest)
@@ -211,7 +210,7 @@ class TierLink(Actor):
         """Send the jobs that the tier has room for. If it is failing, end all waiting ones."""
         if transfers.waiting and not self._takes(transfers.work):
             self._refuse(transfers.waiting.pop_all())
-        while len(self._loads.jobs) + len(self._stores.jobs) < self._config.jobs_in_flight_max:
+        while len(self._loads) + len(self._stores) < self._config.jobs_in_flight_max:
             # A request may get no more blocks than these; and jobs behind a trial are refused.
             whole = self.request_scoped or self._health.tries(transfers.work)
             if (job := transfers.pop_next(whole=whole)) is None:
@@ -224,19 +223,18 @@ class TierLink(Actor):
 
     def _ask_again(self) -> None:
         if self.write_backlog.has_deferred and self._takes(Work.STORE):
-            self.write_backlog.ask_again(self.time.now)
+            self.write_backlog.ask_again(self.time.now, self._stores.blocks)
 
     def _takes(self, work: Work) -> bool:
-        has_slots = self._abandoned_slots <= self._config.abandoned_slots_max
+        has_slots = self._loads.left_blocks <= self._config.abandoned_slots_max
         is_free = has_slots if work is Work.LOAD else not self.write_backlog.is_full(self.time.now)
         return is_free and self._health.takes(work)
 
     def _send(self, transfers: Transfers, job: Job) -> bool:
         """Send a job to the tier. False: its mailbox is full."""
-        job_id = self._numbers.next()
-        deadline = transfers.on_sent(job_id, job)
-        if not self.tier.post(job.order(job_id, self._mark, self.contents.since, deadline)):
-            transfers.not_sent(job_id)
+        transfers.begin(job, self._numbers.next())
+        if not self.tier.post(job.order(self._mark, self.contents.since)):
+            transfers.withdraw(job)
             self._health.failed(job.work, "has a full mailbox")
             return False
         self._health.on_sent(job.work, job.peer)
@@ -256,36 +254,36 @@ class TierLink(Actor):
     # --- answers of the tier ---
 
     def _job_ended(self, message: wire.JobEnded) -> None:
-        transfers = self._loads if message.job in self._loads.jobs else self._stores
-        job = transfers.jobs.get(message.job)
+        job = self._loads.get(message.job) or self._stores.get(message.job)
         if job is None:
             self._numbers.count_stray(message.job)
             return
+        transfers = self._loads if job.is_load else self._stores
         outcomes = message.outcomes
         if len(outcomes) != len(job.keys):
             outcomes = (Outcome.FAILED,) * len(job.keys)
         size, seconds = self._config.block_bytes, message.seconds
         complete = self.counts.count_job(outcomes, size, seconds, is_load=job.is_load)
-        transfers.on_end(message.job, is_whole=complete, at=message.at)
+        counts_for_its_tier = transfers.is_watched(job)
+        transfers.end(job, is_whole=complete, at=message.at)
         if job.is_load:
             self.promotion_seconds.add((self.time.now - job.started, complete))
-        if job.counts_for_its_tier and Outcome.FAILED in outcomes:
+        if counts_for_its_tier and Outcome.FAILED in outcomes:
             self._health.failed(job.work, f"failed a {job.work.name.lower()}", job.peer)
-        elif job.counts_for_its_tier:
+        elif counts_for_its_tier:
             self._health.succeeded(job.work, job.peer)
-        self.counts.late_completions += job.abandoned
+        self.counts.late_completions += not job.is_awaited
         if not job.is_load:
             self._stored(job, outcomes)
-        elif job.abandoned:
-            self._arrived_late(job, outcomes)
-        else:
+        elif job.is_awaited:
             self._end_promotion(job, outcomes)
+        else:
+            self._arrived_late(job, outcomes)
         self._send_all()  # a place is free, for either kind
         self._ask_again()
 
     def _arrived_late(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
         """Release the slots of an abandoned job; keep blocks that have arrived in them."""
-        self._abandoned_slots -= len(job.slots)
         if self.request_scoped:  # such blocks are of no use to others
             self.primary.post(m.SlotsReleased(slots=job.slots))
         else:
@@ -303,7 +301,7 @@ class TierLink(Actor):
         if not self._is_told:
             self._tell_generation()
         self.pass_time(message.now)
-        is_idle = self._loads.is_idle and self._stores.is_idle
+        is_idle = not (self._loads.has_work or self._stores.has_work)
         looks, self._was_idle = not (is_idle and self._was_idle), is_idle  # once more at the end
         if looks:
             self._look()
@@ -319,7 +317,7 @@ class TierLink(Actor):
     @property
     def is_at_rest(self) -> bool:
         """Whether a Tick would do no more than ``pass_time``."""
-        looks = not (self._was_idle and self._loads.is_idle and self._stores.is_idle)
+        looks = not self._was_idle or self._loads.has_work or self._stores.has_work
         waits = (
             looks
             or self.write_backlog.has_deferred
@@ -337,12 +335,11 @@ class TierLink(Actor):
     def _look(self) -> None:
         """Stop waiting for jobs that are late, and learn from jobs that have ended."""
         for transfers in (self._loads, self._stores):
-            for peer, late, is_stalled in transfers.lose_late():
+            for peer, late, is_stalled in transfers.pop_late():
                 self.counts.jobs_timed_out += len(late)
-                for job in late:
-                    self._lose(job)
+                self._abandon([job for job in late if job.is_awaited])
                 self._health.late(transfers.work, len(late), peer, is_stalled=is_stalled)
-            expected_s, took_s = transfers.times.pass_time(self.time.now)
+            expected_s, took_s = transfers.learn()
             if transfers.work is Work.LOAD:
                 self.counts.load_expected_seconds += expected_s
                 self.counts.load_seconds += took_s
@@ -353,16 +350,16 @@ class TierLink(Actor):
         for job in self._loads.waiting.pop_due(self.time.now):
             self.counts.promotions_cut += len(job.keys)
             self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
-        for job in self._loads.jobs.values():
-            if job.has_lost_patience(self.time.now):
-                job.cut()
-                self.counts.promotions_cut += len(job.keys)
-                self._loads.times.given_up(job, self.time.now)
-                self._abandon(job)
+        now = self.time.now
+        cut = [job for job in self._loads if job.has_lost_patience(now)]
+        for job in cut:
+            self.counts.promotions_cut += len(job.keys)
+            self._loads.pacing.given_up(job.backlog, now - job.started, now)
+        self._abandon(cut)
 
     def _tell_cost(self) -> None:
         """Report the cost of a load now, behind all loads that are at the tier or wait for it."""
-        cost = self._loads.times.cost(self._loads.waiting.blocks)
+        cost = self._loads.cost(self._loads.waiting.blocks)
         if cost != self._told_cost:
             self._told_cost = cost
             self.primary.post(m.LoadCostLearned(self._number, cost))
@@ -396,8 +393,7 @@ class TierLink(Actor):
         self._health.broke()
         self._probes.end_all()
         for transfers in (self._loads, self._stores):
-            for job in transfers.lose_all():
-                self._lose(job)
+            self._abandon([job for job in transfers.lose_all() if job.is_awaited])
         self._send_all()
         self._health.tell_usable()
 
@@ -407,14 +403,13 @@ class TierLink(Actor):
         self._connection.restart()
         self.contents.cleared()  # no block is found in it until a new cell has opened
         self._probes.end_all()
-        for job in (*self._loads.fence(), *self._stores.fence()):
+        for job in (*self._loads.pop_all(), *self._stores.pop_all()):
             if not job.is_load:
                 self.write_backlog.not_sent(job, self.time.now)
-            elif job.abandoned:
-                self._abandoned_slots -= len(job.slots)
-                self.primary.post(m.SlotsReleased(slots=job.slots))
-            else:
+            elif job.is_awaited:
                 self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
+            else:
+                self.primary.post(m.SlotsReleased(slots=job.slots))
         self._send_all()
         self._health.tell_usable()
 
@@ -434,36 +429,35 @@ class TierLink(Actor):
     def _end_promotion(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
         self.primary.post(m.PromotionEnded(self._number, job.keys, job.slots, outcomes, job.epoch))
 
-    def _lose(self, job: Job) -> None:
-        """Give up a job that its tier is late with, or broke with."""
-        if job.abandoned:
-            job.end_cut()
-        else:
-            self._abandon(job)
-
-    def _abandon(self, job: Job) -> None:
-        job.abandon()
-        if job.is_load:
-            self._abandoned_slots += len(job.slots)
-            self.primary.post(m.PromotionAbandoned(self._number, job.keys, job.slots, job.epoch))
+    def _abandon(self, jobs: Sequence[Job]) -> None:
+        """Wait no longer for jobs that are at the tier."""
+        for job in jobs:
+            (self._loads if job.is_load else self._stores).leave(job)
+            if job.is_load:
+                told = m.PromotionAbandoned(self._number, job.keys, job.slots, job.epoch)
+                self.primary.post(told)
 
     def in_flight(self) -> tuple[int, int, int]:
         """Return the probes, promotion jobs and cascade jobs in flight."""
-        return len(self._probes), len(self._loads.jobs), len(self._stores.jobs)
+        return len(self._probes), len(self._loads), len(self._stores)
 
     def awaited(self) -> int:
         """Return how many probes, jobs, waiting blocks and unreported changes may end in time."""
-        told = len(self._probes) + self._probes.waiting + self.contents.untold
-        return told + self._loads.awaited + self._stores.awaited
+        others = len(self._probes) + self._probes.waiting + self.contents.untold
+        jobs = (each.awaited + each.waiting.blocks for each in (self._loads, self._stores))
+        return others + sum(jobs)
 
     def audit(self) -> LinkAudit:
         """Return the state in flight, frozen. For tests and diagnosis: it costs O(n)."""
-        jobs = {**self._loads.jobs, **self._stores.jobs}
         return LinkAudit(
             self._health.states,
             self._connection.state,
             self.contents.since,
-            {number: job.audit() for number, job in jobs.items()},
+            {
+                job.number: job.audit(is_watched=jobs.is_watched(job))
+                for jobs in (self._loads, self._stores)
+                for job in jobs
+            },
             self._probes.awaited,
             {
                 Work.PROBE: self._probes.watched,
@@ -472,9 +466,9 @@ class TierLink(Actor):
             },
             self._loads.waiting.slots(),
             self._stores.waiting.slots(),
-            self.write_backlog.slots,
-            self._abandoned_slots,
-            self._loads.times.outstanding,
+            self._stores.blocks,
+            self._loads.left_blocks,
+            self._loads.outstanding,
             self.contents.untold,
             self.time.now,
         )
@@ -491,8 +485,8 @@ class TierLink(Actor):
             probes_in_flight=probes,
             promotion_jobs_in_flight=loads,
             cascade_jobs_in_flight=stores,
-            promotion_slots=self._loads.slots() + self._loads.waiting.blocks,
-            cascade_slots=self.write_backlog.slots,
+            promotion_slots=self._loads.blocks,
+            cascade_slots=self._stores.blocks,
             counts=self.counts.snapshot(),
             speeds=self._speeds(),
             backend=self.backend_counts.total,
@@ -502,5 +496,5 @@ class TierLink(Actor):
     def _speeds(self) -> dict[str, TierSpeed]:
         speeds = {Work.PROBE: self._probes.speed()}
         for transfers in (self._loads, self._stores):
-            speeds[transfers.work] = transfers.times.speed(self._config.block_bytes)
+            speeds[transfers.work] = transfers.pacing.speed(self._config.block_bytes)
         return {NAMES[work]: speed for work, speed in speeds.items() if speed is not None}

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from kvtier.core import messages as m
 from kvtier.core import wire
-from kvtier.plugin_api.deadlines import NEVER
+from kvtier.engine.link.flights import Flight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,68 +21,23 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key, RequestId
 
 
-class WaitingProbe:
-    """One probe at the tier: some of the keys of one request."""
+class Probe(Flight):
+    """Some of the keys of one request, as a tier is asked for them."""
 
-    __slots__ = (
-        "backlog",
-        "deadline",
-        "is_late",
-        "is_lost",
-        "keys",
-        "peer",
-        "question",
-        "request",
-        "since",
-        "started",
-    )
+    __slots__ = ("keys", "question", "since")
 
     def __init__(
         self, keys: tuple[Key, ...], request: RequestId, since: int, question: Question
     ) -> None:
         """``since``: the epoch in which its generation began."""
         self.keys = keys
-        self.request = request
         self.since = since
         self.question = question  #: the question that it is a part of
-        self.started = 0.0
-        self.peer = ""  #: the address that answers, if its tier has several
-        self.backlog = 0  #: keys outstanding at the tier when it was sent, its own included
-        self.is_late = False  #: no request waits for its answer any more
-        self.is_lost = False  #: it does not keep others from being sent
-        self.deadline = NEVER  #: when waiting for it ends
+        super().__init__(request, len(keys))
 
-    def assign(self, peer: str) -> None:
-        """Set the peer of its tier that is to answer it."""
-        self.peer = peer
-
-    def start(self, now: float, backlog: int) -> None:
-        """Note when it was sent, and how many keys were outstanding at the tier with its own."""
-        self.started = now
-        self.backlog = backlog
-
-    @property
-    def size(self) -> int:
-        """The number of its keys."""
-        return len(self.keys)
-
-    @property
-    def counts_for_its_tier(self) -> bool:
-        """Whether its end is a success of its tier."""
-        return not self.is_lost
-
-    def lose(self) -> None:
-        """Note that it has taken too long, whatever the cause."""
-        self.is_late = self.is_lost = True
-
-    def leave(self) -> None:
-        """Note that no request waits for it any more."""
-        self.is_late = True
-
-    def order(self, number: int, mark: bytes, deadline: float) -> wire.Probe:
-        """Return the message for the tier, and set the end of the wait for it."""
-        self.deadline = deadline
-        return wire.Probe(number, self.keys, mark, self.since, self.request, deadline)
+    def order(self, mark: bytes) -> wire.Probe:
+        """Return the message for the tier, once the probe has begun."""
+        return wire.Probe(self.number, self.keys, mark, self.since, self.request, self.deadline)
 
 
 class Question:
@@ -127,11 +82,11 @@ class Question:
         """The keys not asked for yet."""
         return self._message.keys[self._start :]
 
-    def pop(self, keys_max: int | None = None) -> WaitingProbe:
+    def pop(self, keys_max: int | None = None) -> Probe:
         """Return the next part, up to ``keys_max`` keys; None: all that is left."""
         keys = self.keys[:keys_max]
         self._start += len(keys)
-        return WaitingProbe(keys, self.request, self.since, self)
+        return Probe(keys, self.request, self.since, self)
 
     def drop(self, unwanted: frozenset[Key]) -> tuple[Key, ...]:
         """Forget unwanted keys that were not asked for yet; return them."""
@@ -168,13 +123,13 @@ class WaitingProbes:
                 return questions[0]
         return None
 
-    def pop_part(self, question: Question, keys_max: int | None) -> WaitingProbe:
+    def pop_part(self, question: Question, keys_max: int | None) -> Probe:
         """Return the next part of a question, which ends its request's turn; None: all of it."""
         question.is_at_tier = True
         self._questions[question.asker] = self._questions.pop(question.asker)
         return question.pop(keys_max)
 
-    def answered(self, probe: WaitingProbe, *, is_whole: bool) -> WaitingProbe | None:
+    def answered(self, probe: Probe, *, is_whole: bool) -> Probe | None:
         """Note that a part was answered. ``is_whole``: the tier has all its keys.
 
         Returns the rest of the question if that is not asked for any more because of it.
@@ -197,15 +152,15 @@ class WaitingProbes:
                 self._remove(question)
         return tuple(dropped)
 
-    def pop_impatient(self, since: float) -> list[WaitingProbe]:
+    def pop_impatient(self, since: float) -> list[Probe]:
         """Return the rest of questions that have waited since then."""
         return self._pop_where(lambda question: question.asked_at <= since)
 
-    def pop_all(self) -> list[WaitingProbe]:
+    def pop_all(self) -> list[Probe]:
         """Return the rest of all questions."""
         return self._pop_where(lambda _: True)
 
-    def _pop_where(self, is_meant: Callable[[Question], bool]) -> list[WaitingProbe]:
+    def _pop_where(self, is_meant: Callable[[Question], bool]) -> list[Probe]:
         """Remove questions; return their keys that were not asked for."""
         found = [each for few in self._questions.values() for each in few if is_meant(each)]
         for question in found:

@@ -41,7 +41,6 @@ class WriteBacklog:
         primary: Mailbox,
     ) -> None:
         """``number``: the tier's."""
-        self.slots = 0  #: pinned for blocks that wait to be stored, or are being stored
         self._request_scoped = (
             False  # the tier wants blocks for the request that brings them, or never
         )
@@ -63,12 +62,10 @@ class WriteBacklog:
         """Return whether the tier recently had no room. ``now``: seconds of the link's clock."""
         return now < self._full_until
 
-    def admit(self, message: m.Cascade) -> tuple[m.Cascade, m.Cascade]:
-        """Return the blocks that have room, which count as held from now on, and the rest."""
-        room = max(0, self._slots_max - self.slots)
-        kept = message.part(0, room)
-        self.slots += len(kept.keys)
-        return kept, message.part(room)
+    def admit(self, message: m.Cascade, held: int) -> tuple[m.Cascade, m.Cascade]:
+        """Return the blocks that have room, and the rest. ``held``: slots that stores hold now."""
+        room = max(0, self._slots_max - held)
+        return message.part(0, room), message.part(room)
 
     def defer(self, blocks: Job | m.Cascade) -> None:
         """Release blocks to store later; those of a request-scoped tier are dropped."""
@@ -98,14 +95,12 @@ class WriteBacklog:
 
     def not_sent(self, job: Job, now: float) -> None:
         """Release the blocks of a job that is not sent now, nor for a while."""
-        self.slots -= len(job.slots)
         if not self.is_full(now):  # else the time to ask again is set already
             self._again_from = now + AGAIN_S
         self.defer(job)
 
     def stored(self, job: Job, outcomes: Sequence[Outcome], now: float) -> bool:
         """Release stored blocks of a job, defer the others; return whether all were stored."""
-        self.slots -= len(job.slots)
         is_done = [outcome is Outcome.DONE or self._request_scoped for outcome in outcomes]
         if Outcome.FULL in outcomes:
             # No room now: trying each block would only cost its pin. Loads go on.
@@ -126,9 +121,12 @@ class WriteBacklog:
         """Note that a fresh cell serves the tier."""
         self._full_until = self._again_from = 0.0
 
-    def ask_again(self, now: float) -> None:
-        """Ask for deferred blocks, if there are any, and room. The tier must take stores now."""
-        room = self._slots_max - self.slots
+    def ask_again(self, now: float, held: int) -> None:
+        """Ask for deferred blocks, if there are any, and room. The tier must take stores now.
+
+        ``held``: slots that stores hold now.
+        """
+        room = self._slots_max - held
         if self.has_deferred and not self._has_asked and room > 0 and now >= self._again_from:
             self._has_asked, self.has_deferred = True, False
             self._primary.post(m.StoresWanted(self._number, room))

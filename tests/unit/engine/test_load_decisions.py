@@ -113,7 +113,7 @@ def test_a_prefix_of_a_fast_and_a_slow_tier_is_cut_between_them() -> None:
     slow = story.runtime.engine.links[1]
     directory = story.runtime.primary._directory
     directory.learn(0, (), story.keys[10:])
-    slow._loads.times._estimate.observe(8, 4.0, 0.0)
+    slow._loads.pacing._estimate.observe(8, 4.0, 0.0)
     slow._tell_cost()
     story.runtime.cell.settle()
     assert story.look_up() == [FILLING] * 10 + [ABSENT]
@@ -362,7 +362,7 @@ def test_a_request_waits_longer_for_a_load_that_others_went_before() -> None:
     story = Decided(block_s=0.005)
     assert story.look_up() == [FILLING] * LENGTH
     link = story.runtime.engine.links[0]
-    behind = link._loads.times.cost(36)
+    behind = link._loads.cost(36)
     assert behind is not None
     assert behind.seconds(LENGTH) == pytest.approx(0.3)
     assert behind.patience_s(LENGTH, 0.24, 0.48) == pytest.approx(
@@ -422,7 +422,7 @@ def seconds_known(at: Callable[[float, int], float]) -> float:
     story.now += 5.0
     story.facade.step_end()
     story.facade.step_end()
-    known = story.runtime.engine.links[0]._loads.times.cost(0)
+    known = story.runtime.engine.links[0]._loads.cost(0)
     assert known is not None
     return known.seconds(8)
 

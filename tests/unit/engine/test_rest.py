@@ -63,7 +63,7 @@ def test_what_is_stored_after_a_rest_is_sent_at_the_time_of_the_last_step() -> N
     assert comes_to_rest(story)
     assert not delivers_in_a_step(story)
     cascade(story, keys_of(2, b"s"))
-    (job,) = link_of(story)._stores.jobs.values()
+    (job,) = link_of(story)._stores
     assert job.started == story.now
 
 

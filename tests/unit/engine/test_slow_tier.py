@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.core.block_state import BlockState
-from kvtier.engine.link.transfer_times import TransferTimes
+from kvtier.engine.link.pacing import Pacing
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from tests.unit.engine._story import (
     Story,
@@ -110,10 +110,10 @@ def test_how_fast_a_tier_is_and_what_it_is_given_at_once_is_told() -> None:
 
 def test_a_tier_of_which_only_the_latency_shows_has_no_throughput() -> None:
     """Whatever little the fit leaves for each block."""
-    times = TransferTimes(8, limit_s=10.0)
-    times._estimate.observe(1, 0.25, now=0.0)
-    times._estimate.latency_s, times._estimate.block_s = 0.25, 1e-18
-    speed = times.speed(BLOCK_BYTES)
+    pacing = Pacing(8, limit_s=10.0)
+    pacing._estimate.observe(1, 0.25, now=0.0)
+    pacing._estimate.latency_s, pacing._estimate.block_s = 0.25, 1e-18
+    speed = pacing.speed(BLOCK_BYTES)
     assert speed is not None
     assert (speed.latency_s, speed.bytes_per_s) == (0.25, 0.0)
 

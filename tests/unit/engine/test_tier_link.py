@@ -299,7 +299,7 @@ def test_what_is_tried_of_a_sick_tier_is_all_that_a_request_wants_of_it() -> Non
     story, keys = story_of_a_tier(6, breaker_failures_max=1, breaker_pause_s=10.0)
     promote(story, keys[0], "r")
     story.answer_all(Outcome.FAILED)
-    link_of(story)._loads.times.window = 2
+    link_of(story)._loads.pacing.window = 2
     story.now += 10.0
     story.facade.step_end()
     story.facade.on_request_started("tries")

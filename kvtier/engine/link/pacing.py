@@ -1,10 +1,6 @@
-"""Measures how long a tier takes for work of one kind, and limits how much it is given at once.
+"""Decides how much work of one kind a tier is given at once, by how long it takes for it.
 
 The keys of probes are treated like the blocks of jobs.
-
-Part of a link's actor, whose clock is that of its Ticks. A job ends at the time that its
-tier reports, not at the next Tick. That is late if the engine computes for long: loads would seem
-slow, and even more requests would compute. If the reported time can't be true, the Tick's counts.
 
 The tier is given the work that it completes in a short time, during a few looks of the link, or in
 twice its latency, whichever is longest. That keeps it busy, and more would be harmful: work at the
@@ -15,8 +11,7 @@ That limit does not follow from the estimate, which can't separate latency and t
 jobs are about as long. It falls only if a job shows that the work outstanding with it took longer
 than that, and rises if it took less than half while the tier had about as much as it may have.
 
-# Invariant: what is outstanding are the blocks of the jobs in flight.
-#            Checked: on_end, transfer_times_count_what_is_in_flight.
+Part of a link's actor, whose clock is that of its Ticks.
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ from kvtier.engine.decide.transfer_estimate import TransferEstimate
 
 if TYPE_CHECKING:
     from kvtier.core.messages import LoadCost
-    from kvtier.engine.link.jobs import Sent
 
 WINDOW_S: Final = 0.1
 """The tier is given work for at least this long."""
@@ -53,8 +47,8 @@ SLOWER: Final = 4.0
 """Work may take this many times as long as expected, besides the limit of its tier."""
 
 
-class TransferTimes:
-    """The times of one kind of work at one tier."""
+class Pacing:
+    """The pace of one kind of work at one tier."""
 
     def __init__(self, first_blocks: int, limit_s: float) -> None:
         """``first_blocks``: how many blocks a tier of unknown speed is given.
@@ -65,13 +59,10 @@ class TransferTimes:
         self._first_blocks = first_blocks
         self._calls_max = 1
         self.window = first_blocks  #: how many blocks the tier is given at once
-        self._now = 0.0
-        self._look_s = 0.0  # between two recent Ticks with work
+        self._looked_at = 0.0
+        self._look_s = 0.0  # between two recent looks with work
         self._estimate = TransferEstimate()
         self._speed: TierSpeed | None = None  # as last returned; None: it has changed since
-        self._ended: list[tuple[Sent, float]] = []  # since the last Tick, complete; and the end
-        self.outstanding = 0  #: blocks at the tier, or on their way there and back
-        self._lost = 0  # of these, in jobs that the tier is late with
         self._allowance_s = 0.0  # beyond the limit: the tier may just be slow
 
     def set_calls_max(self, calls_max: int) -> None:
@@ -83,79 +74,39 @@ class TransferTimes:
         """How long the tier may do nothing before its work is late."""
         return self._limit_s + self._allowance_s
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether the tier has no work, and all its completed work is recorded."""
-        return not (self.outstanding or self._ended)
-
-    @property
-    def room(self) -> int:
-        """How many more blocks the tier can be given now; 0 or less: it has enough."""
-        return self.window - (self.outstanding - self._lost)
-
-    def on_sent(self, job: Sent, now: float) -> None:
-        """Note that a job is sent."""
-        if self.is_idle:  # no Tick was noted while it was idle
-            self._note_look(now)
-        self.outstanding += job.size
-        job.start(now, self.outstanding)
-        expected_s = self._estimate.seconds(self.outstanding) or 0.0
+    def allow(self, outstanding: int) -> None:
+        """Allow for the time that a slow tier takes for the outstanding blocks."""
+        expected_s = self._estimate.seconds(outstanding) or 0.0
         self._allowance_s = min(SLOWER * expected_s, self._limit_s)
 
-    def on_end(self, job: Sent, *, is_whole: bool, at: float = 0.0) -> None:
-        """Note that a job has ended, late or not. ``is_whole``: with all its blocks.
-
-        ``at``: when it ended, by the tier's clock, which should be the link's.
-        """
-        self.outstanding -= job.size
-        assert self.outstanding >= 0, "a job ended that was not sent"
-        if not job.counts_for_its_tier:
-            self._lost -= job.size
-        if is_whole:
-            self._ended.append((job, at))
-
-    def given_up(self, job: Sent, now: float) -> None:
-        """Note that a job is not waited for any more: it takes too long."""
-        self._estimate.given_up(job.backlog, now - job.started, now)
-        self._speed = None
-
-    def on_lost(self, job: Sent) -> None:
-        """Note that the tier is late with a job, which now does not keep others from being sent."""
-        self._lost += job.size
-
-    def forget(self) -> None:
-        """Note that a new cell serves the tier: nothing is outstanding, and nothing is known."""
+    def restart(self) -> None:
+        """Note that a new cell serves the tier: nothing is known of it."""
         self._estimate = TransferEstimate()
         self._speed = None
         self.window = self._first_blocks
-        self._ended.clear()
-        self.outstanding = self._lost = 0
 
-    def pass_time(self, now: float) -> tuple[float, float]:
-        """Learn from jobs that have ended; return their expected and their actual seconds.
-
-        While it is idle, this need not be called.
-        """
-        expected_s = took_s = 0.0
-        self._note_look(now)
-        for job, at in self._ended:
-            seen_s = now - job.started
-            seconds = at - job.started if job.started < at < now else seen_s
-            expected = self._estimate.seconds(job.backlog)
-            if expected is not None:
-                expected_s += expected
-                took_s += seconds
-            self._estimate.observe(job.backlog, seconds, now)
-            self._speed = None
-            self._fit_window(job.backlog, seen_s)
-        self._ended.clear()
-        return expected_s, took_s
-
-    def _note_look(self, now: float) -> None:
-        passed_s, self._now = now - self._now, now
+    def look(self, now: float, *, is_busy: bool) -> None:
+        """Note that the link looks at what has ended, and whether the tier has had work."""
+        passed_s, self._looked_at = now - self._looked_at, now
         self._look_s *= 0.5 ** (passed_s / LOOK_HALF_LIFE_S)
-        if self.outstanding or self._ended:
+        if is_busy:
             self._look_s = max(min(passed_s, LOOK_S_MAX), self._look_s)
+
+    def learn(self, blocks: int, seconds: float, seen_s: float, now: float) -> float | None:
+        """Learn from work that ended; return the seconds expected of it, None if unknown.
+
+        ``blocks``: outstanding when it was sent, with its own; ``seen_s``: until its end was seen.
+        """
+        expected_s = self._estimate.seconds(blocks)
+        self._estimate.observe(blocks, seconds, now)
+        self._speed = None
+        self._fit_window(blocks, seen_s)
+        return expected_s
+
+    def given_up(self, blocks: int, seconds: float, now: float) -> None:
+        """Learn from work that has not ended after ``seconds``, and is not waited for any more."""
+        self._estimate.given_up(blocks, seconds, now)
+        self._speed = None
 
     def _fit_window(self, blocks: int, seconds: float) -> None:
         """Adapt the window to a job: the time it took with ``blocks`` outstanding."""
@@ -187,6 +138,6 @@ class TransferTimes:
         )
         return self._speed
 
-    def cost(self, waiting: int) -> LoadCost | None:
-        """Return the cost of a load behind the outstanding blocks and ``waiting`` more."""
-        return self._estimate.cost(self.outstanding + waiting)
+    def cost(self, outstanding: int) -> LoadCost | None:
+        """Return the cost of a load behind ``outstanding`` blocks; None: not known yet."""
+        return self._estimate.cost(outstanding)
