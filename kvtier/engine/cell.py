@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvtier.core.actor import Actor
     from kvtier.core.wire import Message
-    from kvtier.engine.link.link_time import LinkTime
+    from kvtier.engine.link.flights import LinkTime
 
 NO_REPLY: Final = object()
 """Returned by ``ask`` if the actor had nothing to reply, or broke before it did."""

@@ -16,9 +16,8 @@ from kvtier.core import messages as m
 from kvtier.core import wire
 from kvtier.core.events import EventKind, EventLog
 from kvtier.engine.link.circuit_breaker import Breaker
-from kvtier.engine.link.flights import Numbers, _Watch
+from kvtier.engine.link.flights import LinkTime, Numbers, _Watch
 from kvtier.engine.link.jobs import Job, WaitingJobs
-from kvtier.engine.link.link_time import LinkTime
 from kvtier.engine.link.tier_link import TierLink
 from kvtier.engine.link.write_backlog import WriteBacklog
 from kvtier.engine.primary import prefix_reservations, tier_directory

@@ -7,10 +7,9 @@ from unittest.mock import patch
 
 from mutating import Mutations
 
-from kvtier.engine.link.connection import ServerConnection
 from kvtier.engine.link.presence_feed import PresenceFeed
 from kvtier.engine.link.probes import Probes
-from kvtier.engine.link.tier_health import TierHealth
+from kvtier.engine.link.tier_health import ServerConnection, TierHealth
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

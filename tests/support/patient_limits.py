@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from kvtier.core import tier_host
-from kvtier.engine.link import access_relay
+from kvtier.engine.link import relays
 from kvtier.engine.primary import primary_tier
 from kvtier.hosts import thread_host
 from kvtier.plugin_api.option_fields import options_of
@@ -33,7 +33,7 @@ RUNTIME_LIMITS: Final = ("close_timeout_s", "lease_timeout_s")
 CONSTANTS: Final = ((cell, "CLOSE_BACKEND_S"), (thread_host, "ABANDON_S"), (tier_host, "ABANDON_S"))
 #: How often policies of eviction are told the time. Else what goes depends on how busy the machine
 #: is; told none, they go by the blocks that come.
-POLICY_TIMES: Final = ((primary_tier, "POLICY_TIME_S"), (access_relay, "POLICY_TIME_S"))
+POLICY_TIMES: Final = ((primary_tier, "POLICY_TIME_S"), (relays, "POLICY_TIME_S"))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ slots their use. So a failing tier counts as having no block and as taking none,
 now and then shows whether it is well again.
 
 How it couples with others: ``TierHealth`` holds the breakers of a tier, and counts a failing peer
-of a tier with several as one failure. A connection that is lost (``connection.py``) stops work
+of a tier with several as one failure. A connection that is lost (``tier_health.py``) stops work
 without moving a breaker: no deadline need pass. A stall (``flights.py``) opens it at once,
 since whatever is sent next would wait behind it. A host whose cell breaks disables all breakers
 (``kvtier/hosts/life.py``), and a new cell enables them.

@@ -24,7 +24,7 @@ from kvtier.plugin_api.deadlines import NEVER
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvtier.engine.link.link_time import LinkTime
+    from kvtier.engine.link.flights import LinkTime
     from kvtier.plugin_api.keys import Key, RequestId
     from kvtier.settings.runtime_config import RuntimeConfig
 

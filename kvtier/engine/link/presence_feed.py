@@ -2,7 +2,7 @@
 
 Part of a link's actor. Changes of a generation that the engine has left are dropped: they do not
 show which blocks can be found now. Blocks that others may evict are assumed present for a limited
-time only (``kvtier/engine/link/connection.py``).
+time only, then looked up again.
 
 A purge, an expiry or a folder that vanished removes hundreds of thousands of blocks at once. A step
 reports some of them. The rest waits, and so does every later change behind it. Otherwise a block
@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvtier.core import messages as m
 from kvtier.core import wire
 from kvtier.core.events import EventKind, EventLog
-from kvtier.engine.link.connection import FadingPresence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtier.core.actor import Mailbox
     from kvtier.core.events import Event
-    from kvtier.engine.link.connection import ServerConnection
+    from kvtier.engine.link.tier_health import ServerConnection
     from kvtier.engine.link.waiting_probes import Probe
     from kvtier.plugin_api.backend import BackendTraits
     from kvtier.plugin_api.keys import Key
@@ -164,3 +163,43 @@ class PresenceFeed:
         if removed:
             self._gone_left -= len(removed)
             self._events.add(EventKind.REMOVED, removed)
+
+
+class FadingPresence:
+    """Tracks the blocks that are assumed to be in a tier, each for ``presence_ttl_s``."""
+
+    def __init__(self, keys_max: int) -> None:
+        self._keys_max = keys_max
+        self._presence_s: float | None = None
+        self._learned: deque[tuple[float, tuple[Key, ...]]] = deque()
+        self._count = 0
+
+    def last(self, seconds: float | None) -> None:
+        """Assume presence for this long from now on; None: permanently."""
+        self._presence_s = seconds
+
+    def learn(self, keys: tuple[Key, ...], now: float) -> None:
+        """Note that these blocks are in the tier now."""
+        if self._presence_s is not None and keys:
+            self._learned.append((now + self._presence_s, keys))
+            self._count += len(keys)
+
+    def pop_faded(self, now: float, at_once: int) -> tuple[Key, ...]:
+        """Return the keys to look up again: learned too long ago, or more than can be kept.
+
+        About ``at_once`` at most: the others come with the next call. Keys that were learned again
+        meanwhile are included: another lookup is harmless.
+        """
+        faded: list[Key] = []
+        while self._learned and (self._learned[0][0] <= now or self._count > self._keys_max):
+            if len(faded) >= at_once:
+                break
+            _, keys = self._learned.popleft()
+            self._count -= len(keys)
+            faded.extend(keys)
+        return tuple(faded)
+
+    def forget(self) -> None:
+        """Assume nothing about the tier's blocks any more."""
+        self._learned.clear()
+        self._count = 0

@@ -10,6 +10,11 @@ failure, which a success of any other peer cancels. So the tier's breaker opens 
 peers fail and none does any work.
 
 Addresses come with requests, from any client, so only those that have failed are kept, and few.
+
+A backend that needs a server reports the state of its connection. While it has none, the link
+gives the tier nothing to do. This complements the circuit breaker, which detects a sick tier by
+failures only, one deadline after the other. A backend that reports nothing has no
+server, and counts as connected.
 """
 
 from __future__ import annotations
@@ -18,20 +23,61 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
 from kvtier.engine.link.circuit_breaker import Breaker, BreakerState, Work
-from kvtier.engine.link.link_time import LinkTime
+from kvtier.engine.link.flights import LinkTime
+from kvtier.plugin_api.backend import Connection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvtier.core.actor import Mailbox
     from kvtier.core.statistics import TierCounts
-    from kvtier.engine.link.connection import ServerConnection
     from kvtier.plugin_api.keys import RequestId
     from kvtier.settings.runtime_config import RuntimeConfig
 
 
 NAMES: Final = {Work.PROBE: "probes", Work.LOAD: "loads", Work.STORE: "stores"}
 """Names of the kinds of work in logs and statistics."""
+
+
+class ServerConnection:
+    """The connection between one tier's backend and its server. Its notices go to ``log``."""
+
+    def __init__(self, tier_name: str, log: Mailbox) -> None:
+        self.state = Connection.UP
+        self._has_reported = False
+        self._tier_name = tier_name
+        self._log = log
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the tier may be given work."""
+        return self.state is Connection.UP
+
+    def change(self, state: Connection) -> bool:
+        """Apply the state that the backend reports; return whether it has changed."""
+        self._has_reported = True
+        was, self.state = self.state, state
+        if state is was:
+            return False
+        if state is Connection.GONE:
+            self._say("tier lost its server", "warning")
+        if state is Connection.UP:
+            is_first = was is Connection.CONNECTING  # no fault has ended
+            self._say("tier has reached its server", "info" if is_first else "warning")
+        return True
+
+    def set_connects(self, *, connects: bool) -> None:
+        """Note whether the backend needs a server. It may have reported its state already."""
+        if connects and not self._has_reported:
+            self.state = Connection.CONNECTING
+
+    def restart(self) -> None:
+        """Note that the backend is gone, and that another will follow."""
+        self.state = Connection.UP
+        self._has_reported = False
+
+    def _say(self, event: str, level: m.NoticeLevel) -> None:
+        self._log.post(m.Notice(event=event, tier=self._tier_name, detail="", level=level))
 
 
 class TierHealth:

@@ -30,16 +30,14 @@ from kvtier.core.backend_counts import BackendCounts
 from kvtier.core.generations import mark_of_name
 from kvtier.core.policy_actor import new_policy
 from kvtier.core.statistics import Observed, TierCounts, TierStatistics
-from kvtier.engine.link.access_relay import AccessRelay
 from kvtier.engine.link.audit import LinkAudit
 from kvtier.engine.link.circuit_breaker import Work, worst
-from kvtier.engine.link.connection import ServerConnection
 from kvtier.engine.link.flights import Numbers
 from kvtier.engine.link.jobs import Transfers
 from kvtier.engine.link.presence_feed import PresenceFeed
 from kvtier.engine.link.probes import Probes
-from kvtier.engine.link.request_relay import RequestRelay
-from kvtier.engine.link.tier_health import NAMES, TierHealth
+from kvtier.engine.link.relays import AccessRelay, RequestRelay
+from kvtier.engine.link.tier_health import NAMES, ServerConnection, TierHealth
 from kvtier.engine.link.write_backlog import WriteBacklog
 from kvtier.plugin_api.backend import Connection, Outcome
 

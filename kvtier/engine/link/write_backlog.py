@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Mailbox
     from kvtier.core.statistics import TierCounts
     from kvtier.engine.link.jobs import Job
-    from kvtier.engine.link.request_relay import RequestRelay
+    from kvtier.engine.link.relays import RequestRelay
     from kvtier.plugin_api.backend import BackendTraits
     from kvtier.settings.runtime_config import RuntimeConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtier.core import wire
-from kvtier.engine.link.access_relay import SEND_S
+from kvtier.engine.link.relays import SEND_S
 from tests.unit.engine._story import Story, cascade, keys_of, link_of, tier_of
 
 if TYPE_CHECKING:

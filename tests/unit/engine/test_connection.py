@@ -10,7 +10,7 @@ from kvtier.core import wire
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import EventKind
 from kvtier.engine.link.circuit_breaker import BreakerState
-from kvtier.engine.link.connection import FadingPresence
+from kvtier.engine.link.presence_feed import FadingPresence
 from kvtier.plugin_api.backend import BackendTraits, Connection, Outcome
 from tests.unit.engine._story import Story, keys_of
 
