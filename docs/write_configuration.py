@@ -1,7 +1,7 @@
-"""Writes the tables of the configuration's reference from the fields that are read.
+"""Writes the tables of options in the reference from the fields that are read.
 
-They stand in the page, between marks, so that the page is whole wherever it is read.
-After a change of an option, or of its text::
+They stand in the pages, between marks that name the class that has the fields, so that a page
+is whole wherever it is read. After a change of an option, or of its text::
 
     python docs/write_configuration.py
 """
@@ -13,30 +13,25 @@ import inspect
 import json
 import re
 import sys
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvtier.plugin_api.option_fields import OptionField, options_of
 from kvtier.plugin_api.options import INTEGER_MAX, REQUIRED, SECONDS_MAX, Options
 from kvtier.settings.extra_config import VLLMOptions
-from kvtier.settings.hosted_tier import HostedOptions
-from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
-from kvtier.settings.secondary_tier import SecondaryTierOptions
-from kvtier_backends.disk.disk_options import DiskOptions
-from kvtier_backends.faults import OperationFaults
-from kvtier_backends.fs.backend import FsOptions
-from kvtier_backends.memory import MemoryOptions
-from kvtier_backends.mooncake.mooncake_options import MooncakeOptions
-from kvtier_backends.redis.redis_options import RedisOptions
-from kvtier_backends.s3.s3_options import S3Options
+from kvtier.settings.runtime_config import RuntimeConfig
 
-PAGE: Final = Path(__file__).parent / "reference" / "configuration.md"
+PAGES: Final = Path(__file__).parent / "reference"
 OF_VLLM: Final = ("eviction_policy", "store_threshold", "max_tracker_size")
 """Keys of vLLM's that kvtier reads in its place."""
 
 
-def _rows(kind: type) -> dict[str, tuple[OptionField, str]]:
+Rows: TypeAlias = dict[str, tuple[OptionField, str]]
+
+
+def _rows(kind: type) -> Rows:
     """Return the options of a class by name, each with the text below its field."""
     texts = {}
     for owner in kind.__mro__[:-1]:
@@ -53,22 +48,12 @@ def _rows(kind: type) -> dict[str, tuple[OptionField, str]]:
 
 
 _RUNTIME: Final = _rows(RuntimeConfig)
-TABLES: Final = {
+_ENGINES: Final = {
     "vllm": _rows(VLLMOptions) | {key: _RUNTIME[key] for key in OF_VLLM},
     "kvtier": {key: option for key, option in _RUNTIME.items() if key not in OF_VLLM},
-    "tier": _rows(TierConfig),
-    "disk": _rows(DiskOptions),
-    "fs": _rows(FsOptions),
-    "redis": _rows(RedisOptions),
-    "s3": _rows(S3Options),
-    "mooncake": _rows(MooncakeOptions),
-    "memory": _rows(MemoryOptions),
-    "faults": _rows(OperationFaults),
-    "vllm_tier": _rows(HostedOptions),
-    "entry": _rows(SecondaryTierOptions),
 }
 _MADE: Final = re.compile(
-    r"^(<!-- made by docs/write_configuration.py: (\w+) -->\n).*?^(<!-- end -->)$",
+    r"^(<!-- made by docs/write_configuration.py: ([\w.]+) -->\n).*?^(<!-- end -->)$",
     re.MULTILINE | re.DOTALL,
 )
 _WORDS: Final[dict[object, str]] = {
@@ -81,15 +66,17 @@ _WORDS: Final[dict[object, str]] = {
 
 
 def made(page: str) -> str:
-    """Return the page with its tables made anew."""
+    """Return a page with its tables made anew."""
     return _MADE.sub(lambda mark: f"{mark[1]}\n{_table(mark[2], page)}\n\n{mark[3]}", page)
 
 
 def _table(name: str, page: str) -> str:
     rows = ["| key | default | values | meaning |", "|---|---|---|---|"]
-    for key, (option, about) in TABLES[name].items():
+    module, _, kind = name.rpartition(".")
+    table = _rows(getattr(import_module(module), kind)) if module else _ENGINES[name]
+    for key, (option, about) in table.items():
         shown = f"`{key}`"
-        if f"\n### {shown}\n" in page:
+        if f"## {shown}\n" in page:
             shown = f"[{shown}](#{key})"
         rows.append(f"| {shown} | {_default(option)} | {_values(option)} | {about} |")
     return "\n".join(rows)
@@ -124,8 +111,9 @@ def _values(option: OptionField) -> str:
 
 
 def main() -> None:
-    """Write the page."""
-    PAGE.write_text(made(PAGE.read_text()))
+    """Write all pages."""
+    for page in PAGES.rglob("*.md"):
+        page.write_text(made(page.read_text()))
 
 
 if __name__ == "__main__":

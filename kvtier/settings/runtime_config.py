@@ -48,8 +48,7 @@ class TierConfig:
 
     name: str  #: its number from 1 and its type, e.g. ``"1:fs"``, as in vLLM's metric labels
     type: option.Text
-    """the backend: `disk`, `fs`, `redis`, `s3`, `mooncake`, `vllm`, `memory`, or a type that you
-    have installed"""
+    """one of [kvtier's types](../how-to/choose-a-tier.md), or one that you have installed"""
     options: Mapping[str, Any] = field(default_factory=dict)  #: the backend's own keys
     locality: Locality | None = None
     """where the tier is, for KV events"""
@@ -66,8 +65,8 @@ class TierConfig:
     """which blocks are written to the tier"""
     admission_options: Mapping[str, Any] = field(default_factory=dict)
     isolation: Isolation | None = None
-    """where the tier runs: in a process of its own (default of all types but `memory` and `vllm`),
-    or in the engine's process"""
+    """where the tier runs: in a process of its own (default of most types), or in the engine's
+    process"""
     probe_timeout_s: option.Seconds = 1.0
     """hang timeout for lookups (probes): the tier counts as hung if none completes within this
     time"""

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,14 +25,16 @@ from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier.plugin_api.option_fields import options_of
 from kvtier.plugin_api.options import INTEGER_MAX
 from kvtier.settings.extra_config import read_settings
-from kvtier.settings.plugins import backend_class
+from kvtier.settings.plugins import BACKENDS, backend_class
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
 from kvtier.tools.cli.main import COMMANDS, make_app
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+TIERS = DOCS / "reference/tiers"
 PUBLIC = [
     "kvtier",
     "kvtier.testing",
@@ -166,10 +169,10 @@ def refusal(kind: str | None, **given: object) -> str:
 
 def row_of(kind: str | None, key: str) -> str:
     """Return the row of an option, in the table of its type of tier or in a common one."""
-    page = CONFIGURATION.read_text()
-    heads = ["vLLM's keys", "kvtier's keys"] if kind is None else [f"`{kind}`", "Every tier"]
-    for head in heads:
-        text = re.split(r"^## ", page.partition(f"\n## {head}\n")[2], flags=re.MULTILINE)[0]
+    heads = ("vLLM's keys", "kvtier's keys") if kind is None else ("Every tier",)
+    parts = CONFIGURATION.read_text().split("\n## ")
+    own = [] if kind is None else [(TIERS / f"{kind}.md").read_text()]
+    for text in [*own, *(part for part in parts if part.startswith(heads))]:
         row = re.search(rf"^\| \[?`{key}`.*$", text, re.MULTILINE)
         if row is not None:
             return row[0]
@@ -193,12 +196,44 @@ def test_every_option_has_a_row_with_its_bounds(kind: str | None) -> None:
                 assert all(f'"{word}"' in row for word in words.split(", ")), said
 
 
-def test_the_tables_of_the_configuration_are_those_that_the_code_makes() -> None:
-    page = CONFIGURATION.read_text()
+def test_the_tables_of_options_are_those_that_the_code_makes() -> None:
     maker = hook("write_configuration")
-    assert maker.made(page) == page, "stale: run python docs/write_configuration.py"
-    tables = re.findall(r"^<!-- made by .*: (\w+) -->$", page, re.MULTILINE)
-    assert sorted(tables) == sorted(maker.TABLES)
+    for page in maker.PAGES.rglob("*.md"):
+        text = page.read_text()
+        assert maker.made(text) == text, f"{page} is stale: run python docs/write_configuration.py"
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.mark.parametrize("kind", PROJECT["entry-points"][BACKENDS])
+def test_every_type_of_tier_has_a_page_with_its_options_that_readers_find(kind: str) -> None:
+    page = (TIERS / f"{kind}.md").read_text()
+    assert "<!-- made by docs/write_configuration.py: kvtier" in page
+    assert f"](../reference/tiers/{kind}.md)" in (DOCS / "how-to/choose-a-tier.md").read_text()
+
+
+MAY_NAME_ALL = {
+    "CHANGELOG.md",
+    "docs/how-to/choose-a-tier.md",  # compares them
+    "kvtier/tools/bench/tier.py",  # the clients that it measures beside: another tier needs none
+    "mkdocs.yml",
+    "pyproject.toml",
+    "README.md",  # what to begin with
+}
+
+
+def test_no_other_list_has_all_backends() -> None:
+    """A list of all would need a line for the next one. What is listed is found by entry points."""
+    kinds = {kind for kind in PROJECT["entry-points"][BACKENDS] if kind not in {"memory", "vllm"}}
+    pages = [*ROOT.glob("*.*"), *DOCS.rglob("*.*"), *ROOT.glob("kvtier/**/*.py")]
+    names_all = {
+        page.relative_to(ROOT).as_posix()
+        for page in pages
+        if page.suffix in {".md", ".py", ".toml", ".yml"}
+        if kinds <= set(re.findall(r"\b(\w+)[`\"]", page.read_text()))
+    }
+    assert names_all <= MAY_NAME_ALL
 
 
 @pytest.mark.parametrize("kind", [RuntimeConfig, TierConfig])

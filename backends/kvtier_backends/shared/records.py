@@ -32,14 +32,14 @@ class ProtectionOptions:
     """The options, which each backend on shared storage has besides its own."""
 
     compression: option.ReadApart[str | None] = None
-    """`"bitplane-zstd"` compresses blocks of bfloat16, without loss, to some 69 % of their size.
-    Refused: keys and values of another type. Needs the extra [`compression`](#extras). See
-    [Compression](../explanation/compression.md)"""
+    """`"bitplane-zstd"` [compresses](../../explanation/compression.md) blocks of bfloat16, without
+    loss, to some 69 % of their size. Refused: keys and values of another type. Needs the extra
+    [`compression`](../configuration.md#extras)"""
     auth_key_file: option.ReadApart[str | None] = None
     """a file of mode 0600 with 1 to 16 keys, 64 hex digits each, one in each line, which all
     engines that share the blocks have: the first one signs, all verify. A block that none of them
-    signed is a miss. Needs the extra [`protection`](#extras). See [Protect shared
-    storage](../how-to/protect-shared-storage.md)"""
+    signed is a miss. Needs the extra [`protection`](../configuration.md#extras). See
+    [Protect shared storage](../../how-to/protect-shared-storage.md)"""
     auth_key_env: option.ReadApart[str | None] = None
     """the environment variable that holds them instead. Refused: both options; a key of another
     length; none, or more than 16; a file that others may read"""
