@@ -20,15 +20,19 @@ DEEP = {
     ("backends", "kvtier_backends"),
     ("kvtier", "engine"),
     ("tests", "unit"),
+    ("tests", "unit", "backends"),
     ("tests", "vllm"),
 }
 """The folders in these are counted one by one."""
+NEW_BACKEND = [2500, 20]
+"""What a backend may have, and its tests, while they have no budget of their own."""
 
 
 def folder_of(path: Path) -> str:
     """Return the folder whose budget a file counts for."""
     parts = path.relative_to(ROOT).parent.parts
-    return "/".join(parts[: 3 if parts[:2] in DEEP else 2])
+    depth = 1 + max((len(deep) for deep in DEEP if parts[: len(deep)] == deep), default=1)
+    return "/".join(parts[:depth])
 
 
 def counted() -> dict[str, tuple[int, int]]:
@@ -42,11 +46,14 @@ def counted() -> dict[str, tuple[int, int]]:
 
 
 def test_no_folder_has_more_than_its_budget() -> None:
-    budgets = json.loads(BUDGETS.read_text())
+    today = counted()
+    parents = ("backends/kvtier_backends/", "tests/unit/backends/")
+    budgets = {folder: NEW_BACKEND if folder.startswith(parents) else [0, 0] for folder in today}
+    budgets |= json.loads(BUDGETS.read_text())
     over = {
-        folder: f"{has} lines and files, {budgets.get(folder, [0, 0])} allowed"
-        for folder, has in counted().items()
-        if any(n > most for n, most in zip(has, budgets.get(folder, [0, 0]), strict=True))
+        folder: f"{has} lines and files, {budgets[folder]} allowed"
+        for folder, has in today.items()
+        if any(n > most for n, most in zip(has, budgets[folder], strict=True))
     }
     assert not over
 

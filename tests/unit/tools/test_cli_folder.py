@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvtier.plugin_api.backend import Outcome
+from kvtier.settings.plugins import offline_classes
 from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
 from kvtier.tools.cli.main import main
 from kvtier_backends.disk import backend as backend_module
@@ -319,7 +320,7 @@ async def test_a_folder_that_is_none_is_named(
     name, *options = command
     said = kvtier.refused(name, tmp_path, *options)
     assert f"{tmp_path} is not recognized as the storage of a tier" in said
-    assert "Types that can be listed: disk, fs, redis, s3." in said
+    assert f"Types that can be listed: {', '.join(offline_classes())}." in said
     absent = tmp_path / "absent"
     assert f"{absent} does not exist" in kvtier.refused(name, absent, *options)
     assert list(tmp_path.iterdir()) == []

@@ -41,6 +41,7 @@ _CHANGING = (
     (re.compile(r"─+"), "─"),
     (re.compile(r"^( (?:lru|arc|MIN)  .*  )[\d.]+ *$", re.MULTILINE), r"\1SECONDS"),
     (re.compile(r"((?:GiB on disk  |bytes_on_disk\": ))[\d.]+"), r"\1BYTES"),
+    (re.compile(r"(Types that can be listed: )[\w, ]+"), r"\1TYPES"),
     (re.compile(r" +$", re.MULTILINE), ""),
 )
 
