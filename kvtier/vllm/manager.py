@@ -341,7 +341,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             return _stores_nothing() if self._must_not_be_offered_again else None
         granted, slots = grant.keys, grant.slots
         if granted:
-            self._granted.add(req_context.req_id, grant, MEDIA.owned(granted, req_context))
+            owned = MEDIA.owned(granted, req_context.req_id, positions_of(req_context))
+            self._granted.add(req_context.req_id, grant, owned)
             if self._describes:
                 parents = self._parents.of(req_context.req_id, positions_of(req_context))
                 self._kv_events.describe(granted, parents)

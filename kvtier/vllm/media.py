@@ -31,16 +31,14 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from kvtier.plugin_api.log import log
-from kvtier.vllm.groups import positions_of
 from kvtier.vllm.hooking import once_a_process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.input_processor import InputProcessor
-    from vllm.v1.kv_offload.base import ReqContext
 
 _MARK: Final = "kvtier-content:"
 _NOT_A_MARK: Final = "client:"
@@ -92,15 +90,17 @@ class Media:
         if any(map(_is_clients, request.mm_features)):
             self._live[request.request_id] = request
 
-    def owned(self, keys: Iterable[bytes], req_context: ReqContext) -> Collection[bytes]:
+    def owned(
+        self, keys: Iterable[bytes], request_id: str, end_of: Mapping[bytes, int]
+    ) -> Collection[bytes]:
         """Return those of a request's blocks whose hashes contain a client's id.
 
+        ``end_of``: the token that each ends at.
         All from the first such medium on do: a hash also covers the blocks before.
         """
-        request = self._live.get(req_context.req_id) if self._live else None
+        request = self._live.get(request_id) if self._live else None
         if request is None:
             return ()
-        end_of = positions_of(req_context)
         first = min(each.mm_position.offset for each in request.mm_features if _is_clients(each))
         return {key for key in keys if end_of.get(key, first + 1) > first}
 
