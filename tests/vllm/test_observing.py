@@ -31,10 +31,10 @@ from kvtier.engine.link.tier_link import TierLink
 from kvtier.engine.primary.primary_tier import PrimaryTier
 from kvtier.settings.extra_config import read_settings
 from kvtier.vllm import KVTierOffloadingSpec, metric_definitions, metrics
-from kvtier.vllm.guarded_observer import DROPS, GuardedObserver, Sample
-from kvtier.vllm.kv_events import KVEvents
-from kvtier.vllm.manager import KVTierManager
-from kvtier.vllm.metrics import MetricsExporter
+from kvtier.vllm.scheduler.kv_events import KVEvents
+from kvtier.vllm.scheduler.manager import KVTierManager
+from kvtier.vllm.scheduler.metrics import MetricsExporter
+from kvtier.vllm.workarounds.guarded_observer import DROPS, GuardedObserver, Sample
 from tests.support.patience import PATIENCE_S, until
 from tests.vllm.support.children import run_scenario
 from tests.vllm.support.connector import connector
@@ -202,7 +202,7 @@ def test_whatever_part_of_observing_raises_vllm_never_sees_it(owner: type, name:
     front = FrontEnd(EXTRA)
     with manager(secondary_tiers=TIERS, store_threshold=2) as ours:
         ours.facade._primary._events.collects = True
-        ours.facade._links[0]._loads.times._estimate.observe(1, 1.0, 0.0)
+        ours.facade._links[0]._loads.pacing._estimate.observe(1, 1.0, 0.0)
         with patch.object(owner, name, broken):
             for _ in range(3):
                 ours.facade.step_end()
