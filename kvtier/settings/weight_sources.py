@@ -1,7 +1,7 @@
 """Decides whether an engine's settings show where its weights are, so that they can be checked.
 
 KV data is only valid with the weights that it was computed with. Data of weights that can't be
-identified is shared with no other engine and over no restart (``kvtier/vllm/weights.py``).
+identified is shared with no other engine and over no restart (``kvtier/vllm/identity/weights.py``).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.settings.extra_config import WHERE, cpu_bytes_to_use
 from kvtier.settings.host_memory import HostMemory
-from kvtier.vllm.connectors_beside import OWN_SPEC
+from kvtier.vllm.workarounds.connectors_beside import OWN_SPEC
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

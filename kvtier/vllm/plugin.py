@@ -37,9 +37,9 @@ def _preparing(real: Callable[..., Any]) -> Callable[..., Any]:
         if "kvtier" in str(getattr(config, "kv_transfer_config", None)):
             # Imported here: users of vLLM without kvtier need none of it.
             from kvtier.vllm.engines_here import require_memory  # noqa: PLC0415
-            from kvtier.vllm.media import mark_contents  # noqa: PLC0415
-            from kvtier.vllm.region import sweep  # noqa: PLC0415
-            from kvtier.vllm.supported_models import require_supported_model  # noqa: PLC0415
+            from kvtier.vllm.identity.media import mark_contents  # noqa: PLC0415
+            from kvtier.vllm.memory.region import sweep  # noqa: PLC0415
+            from kvtier.vllm.workarounds.supported_models import require_supported_model  # noqa: PLC0415
 
             require_supported_model(config)
             mark_contents()

@@ -32,23 +32,23 @@ from kvtier.plugin_api.log import log
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.runtime import open_staged_tier, wait_for_servers
 from kvtier.settings.secondary_tier import read_secondary_tier
-from kvtier.vllm.adapters import know_adapters
-from kvtier.vllm.connector_hooks import hook_connector
-from kvtier.vllm.connectors_beside import OWN_SPEC, check_place_of_tier
-from kvtier.vllm.groups import in_token_order, positions_of
-from kvtier.vllm.guarded_observer import GuardedObserver
 from kvtier.vllm.hosted.backend import HostingEngine
 from kvtier.vllm.hosted.stats import definitions_of
 from kvtier.vllm.hosted.tier_class import info_keys_of
-from kvtier.vllm.kv_events import KVEvents, Place
-from kvtier.vllm.media import know_media, mark_contents
-from kvtier.vllm.metric_definitions import tier_metric_definitions, unregister_own_metrics
-from kvtier.vllm.metrics import TierExporter
-from kvtier.vllm.own_spec import namespace_of, vllm_configs
-from kvtier.vllm.sharing import apart_if_unknown
+from kvtier.vllm.identity.adapters import know_adapters
+from kvtier.vllm.identity.media import know_media, mark_contents
+from kvtier.vllm.identity.own_spec import namespace_of, vllm_configs
+from kvtier.vllm.identity.sharing import apart_if_unknown
+from kvtier.vllm.identity.weight_updates import weights_here
+from kvtier.vllm.scheduler.groups import in_token_order, positions_of
+from kvtier.vllm.scheduler.kv_events import KVEvents, Place
+from kvtier.vllm.scheduler.metric_definitions import tier_metric_definitions, unregister_own_metrics
+from kvtier.vllm.scheduler.metrics import TierExporter
+from kvtier.vllm.scheduler.tier_facts import TierFacts
 from kvtier.vllm.start import warn_of_this_release
-from kvtier.vllm.tier_facts import TierFacts
-from kvtier.vllm.weight_updates import weights_here
+from kvtier.vllm.workarounds.connector_hooks import hook_connector
+from kvtier.vllm.workarounds.connectors_beside import OWN_SPEC, check_place_of_tier
+from kvtier.vllm.workarounds.guarded_observer import GuardedObserver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping

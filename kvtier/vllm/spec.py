@@ -9,8 +9,8 @@ process of the scheduler (``get_manager``), always in this order: the KV caches
 are registered before the scheduler exists. So ``get_manager`` finds every rank
 mapped, and rank 0's facts in the header.
 
-Memory on the CPU platform is kvtier's region (``kvtier/vllm/region.py``). On
-the others it is vLLM's (``kvtier/vllm/device_region.py``).
+Memory on the CPU platform is kvtier's region (``memory/region.py``). On
+the others it is vLLM's (``memory/device_region.py``).
 """
 
 from __future__ import annotations
@@ -29,23 +29,22 @@ from kvtier.settings.extra_config import cpu_bytes_to_use, for_vllm, read_settin
 from kvtier.settings.host_memory import SHARED_MEMORY_FOLDER, HostMemory
 from kvtier.settings.plugins import check_keys
 from kvtier.settings.vllm_keys import VLLMKeys
-from kvtier.vllm.connector_hooks import hook_connector
-from kvtier.vllm.connectors_beside import check_connectors
-from kvtier.vllm.cpu_worker import CPUPlatformWorker
-from kvtier.vllm.device_region import DeviceRegion, HeaderMap, region_path
-from kvtier.vllm.group_parts import own_pages_only, rests_of_rank, rests_of_rows
-from kvtier.vllm.namespace import (
+from kvtier.vllm.identity.namespace import (
     build_namespace,
     publish_facts,
     published_rests,
     weights_in_words,
 )
-from kvtier.vllm.page_facts import Pages
-from kvtier.vllm.pages import HostLayout
-from kvtier.vllm.region import HostRegion, Region, doubled_rank
-from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
-from kvtier.vllm.windows import check_windows
-from kvtier.vllm.worker_here import WORKER_HERE, WORKER_OF_ANOTHER
+from kvtier.vllm.memory.cpu_worker import CPUPlatformWorker
+from kvtier.vllm.memory.device_region import DeviceRegion, HeaderMap, region_path
+from kvtier.vllm.memory.group_parts import own_pages_only, rests_of_rank, rests_of_rows
+from kvtier.vllm.memory.pages import HostLayout, Pages
+from kvtier.vllm.memory.region import HostRegion, Region, doubled_rank
+from kvtier.vllm.memory.region_header import HEADER_BYTES, RegionHeader
+from kvtier.vllm.memory.worker_here import WORKER_HERE, WORKER_OF_ANOTHER
+from kvtier.vllm.workarounds.connector_hooks import hook_connector
+from kvtier.vllm.workarounds.connectors_beside import check_connectors
+from kvtier.vllm.workarounds.windows import check_windows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,8 +59,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
     from kvtier.settings.runtime_config import RuntimeConfig
-    from kvtier.vllm.group_kinds import GroupKind
-    from kvtier.vllm.weight_updates import EngineWeights
+    from kvtier.vllm.identity.weight_updates import EngineWeights
+    from kvtier.vllm.memory.group_kinds import GroupKind
 
 
 _VLLM_KEYS: Final = VLLMKeys()
@@ -80,8 +79,8 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        from kvtier.vllm.media import mark_contents  # noqa: PLC0415 - not in workers
-        from kvtier.vllm.metric_definitions import unregister_own_metrics  # noqa: PLC0415 - not in workers
+        from kvtier.vllm.identity.media import mark_contents  # noqa: PLC0415 - not in workers
+        from kvtier.vllm.scheduler.metric_definitions import unregister_own_metrics  # noqa: PLC0415 - not in workers
 
         mark_contents()  # vLLM's front end calls this before it takes in requests
         unregister_own_metrics()  # vLLM registers the metrics returned here
@@ -91,7 +90,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
     def metrics(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         """Return all metrics that a manager may report, by name."""
         from kvtier.vllm.hosted.stats import definitions_of  # noqa: PLC0415 - not in workers
-        from kvtier.vllm.metric_definitions import metric_definitions  # noqa: PLC0415 - not in workers
+        from kvtier.vllm.scheduler.metric_definitions import metric_definitions  # noqa: PLC0415 - not in workers
 
         definitions: dict[str, OffloadingMetricMetadata] = super().build_metric_definitions(
             _without_tiers(for_vllm(extra_config))
@@ -153,7 +152,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         )
 
     def on_groups_known(self, kinds: Mapping[bytes, GroupKind]) -> None:
-        """Record the group kinds that vLLM's connector has (``kvtier/vllm/group_kinds.py``)."""
+        """Record the group kinds that vLLM's connector has (``memory/group_kinds.py``)."""
         self.group_kinds = kinds
 
     def on_caches_known(self, config: KVCacheConfig, caches: Mapping[str, Any]) -> None:
@@ -175,12 +174,12 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         """Build kvtier's manager over the shared region. Scheduler process, once."""
         if self._manager is None:
             # Scheduler side only.
-            from kvtier.vllm.adapters import know_adapters  # noqa: PLC0415
-            from kvtier.vllm.idle import wake_idle_engines  # noqa: PLC0415
-            from kvtier.vllm.media import know_media  # noqa: PLC0415
-            from kvtier.vllm.sharing import apart_if_unknown, warn_of_lonely_tiers  # noqa: PLC0415
+            from kvtier.vllm.identity.adapters import know_adapters  # noqa: PLC0415
+            from kvtier.vllm.identity.media import know_media  # noqa: PLC0415
+            from kvtier.vllm.identity.sharing import apart_if_unknown, warn_of_lonely_tiers  # noqa: PLC0415
+            from kvtier.vllm.identity.weight_updates import weights_here  # noqa: PLC0415
             from kvtier.vllm.start import build_manager  # noqa: PLC0415
-            from kvtier.vllm.weight_updates import weights_here  # noqa: PLC0415
+            from kvtier.vllm.workarounds.idle import wake_idle_engines  # noqa: PLC0415
 
             config = self.read_settings()
             know_adapters()

@@ -12,7 +12,7 @@ from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.log import log
 from kvtier.runtime import open_runtime, wait_for_servers
 from kvtier.vllm.hosted.backend import HostingEngine
-from kvtier.vllm.manager import KVTierManager
+from kvtier.vllm.scheduler.manager import KVTierManager
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.backend import Namespace
     from kvtier.plugin_api.slot_memory import SlotMemory
     from kvtier.settings.runtime_config import RuntimeConfig
-    from kvtier.vllm.region import Region
+    from kvtier.vllm.memory.region import Region
 
 
 TESTED_RELEASES: Final = ("0.32", "0.33")

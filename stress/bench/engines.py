@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtier.settings.host_memory import SHARED_MEMORY_FOLDER
-from kvtier.vllm.region import sweep
+from kvtier.vllm.memory.region import sweep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,7 +24,7 @@ from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.runtime import open_runtime
 from kvtier.settings.extra_config import read_settings
 from kvtier.vllm import KVTierOffloadingSpec
-from kvtier.vllm.manager import KVTierManager
+from kvtier.vllm.scheduler.manager import KVTierManager
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

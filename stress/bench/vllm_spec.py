@@ -12,8 +12,8 @@ from typing_extensions import override
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvtier.vllm.cpu_worker import CPUPlatformWorker
-from kvtier.vllm.pages import HostLayout
+from kvtier.vllm.memory.cpu_worker import CPUPlatformWorker
+from kvtier.vllm.memory.pages import HostLayout
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker

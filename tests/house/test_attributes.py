@@ -13,9 +13,11 @@ from sources import MODULES, ROOT, tree_of
 
 AT_WORK = ("core", "engine", "hosts", "plugin_api", "runtime", "settings", "tier", "vllm")
 READ_BY_NAME = {
-    "kvtier.vllm.page_facts": "all fields of vLLM's specs, those too that are new in a release",
-    "kvtier.vllm.plain_values": "all fields of vLLM's dataclasses",
-    "kvtier.vllm.setting_facts": "all of vLLM's settings, those too that are new in a release",
+    "kvtier.vllm.identity.page_facts": "all fields of vLLM's specs, those too that are new in a "
+    "release",
+    "kvtier.vllm.identity.plain_values": "all fields of vLLM's dataclasses",
+    "kvtier.vllm.identity.setting_facts": "all of vLLM's settings, those too that are new in a "
+    "release",
     "kvtier.plugin_api.log": "a structlog logger has a method for each level",
 }
 

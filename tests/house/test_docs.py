@@ -137,7 +137,7 @@ def test_described_defaults_are_those_of_the_code(key: str) -> None:
 def test_every_metric_is_described() -> None:
     """The page and the code name the same metrics of kvtier's own."""
     # Read, as importing it would import vllm.
-    source = (ROOT / "kvtier/vllm/metric_definitions.py").read_text()
+    source = (ROOT / "kvtier/vllm/scheduler/metric_definitions.py").read_text()
     own = set(re.findall(r'"(kvtier:\w+)"', source))
     assert len(own) > 15
     assert {row for row in described("reference/metrics.md") if row.startswith("kvtier:")} == own

@@ -69,34 +69,46 @@ GIVEN = {
     "kvtier_backends.memory: block.buffer": "the backend's protocol: bytes to be filled",
     "kvtier.plugin_api.slot_memory: finalizer.atexit": "weakref: not at the process's exit",
     "kvtier.plugin_api.threads: finalizer.atexit": "as above",
-    "kvtier.vllm.adapters: request.kvtier_adapter": "vLLM's request carries what it is hashed by",
+    "kvtier.vllm.identity.adapters: request.kvtier_adapter": "vLLM's request carries what it is "
+    "hashed by",
     "kvtier.vllm.plugin: arguments.create_engine_config": "front ends without statistics are asked "
     "nothing",
-    "kvtier.vllm.media: plain.kvtier_is_clients": "vLLM's request carries what it is hashed by",
-    "kvtier.vllm.media: feature.identifier": "as above",
-    "kvtier.vllm.media: request.mm_features": "in transit from vLLM's front end, which is not told",
-    "kvtier.vllm.media: Request.from_engine_core_request": "vLLM does not say where ids are from",
-    "kvtier.vllm.media: ProcessorInputs.get_mm_hashes": "as above",
-    "kvtier.vllm.media: InputProcessor.process_inputs": "as above",
-    "kvtier.vllm.media: kv_cache_utils.generate_block_hash_extra_keys": "as above",
-    "kvtier.vllm.adapters: EngineCore.add_lora": "vLLM tells nobody that an adapter is loaded",
-    "kvtier.vllm.adapters: EngineCore.remove_lora": "as above",
-    "kvtier.vllm.idle: EngineCoreProc.has_work": "vLLM tells nobody that it waits",
-    "kvtier.vllm.adapters: kv_cache_utils.generate_block_hash_extra_keys": "nor asks anybody",
-    "kvtier.vllm.weight_updates: engine.kvtier_weights": "what is known of it goes with the engine",
-    "kvtier.vllm.weight_updates: EngineCore.step": "vLLM tells no manager that weights change",
-    "kvtier.vllm.weight_updates: EngineCore.step_with_batch_queue": "as above",
-    "kvtier.vllm.weight_updates: EngineCore.collective_rpc": "as above",
-    "kvtier.vllm.weight_updates: EngineCore.reset_prefix_cache": "as above",
-    "kvtier.vllm.weight_updates: EngineCore.set_weight_version": "as above",
-    "kvtier.vllm.weight_updates: EngineCore.sleep": "as above",
-    "kvtier.vllm.connector_hooks: SchedulerOffloadConfig.from_spec": "vLLM's manager is not told",
-    "kvtier.vllm.connector_hooks: "
+    "kvtier.vllm.identity.media: plain.kvtier_is_clients": "vLLM's request carries what it is "
+    "hashed by",
+    "kvtier.vllm.identity.media: feature.identifier": "as above",
+    "kvtier.vllm.identity.media: request.mm_features": "in transit from vLLM's front end, which "
+    "is not told",
+    "kvtier.vllm.identity.media: Request.from_engine_core_request": "vLLM does not say where ids "
+    "are from",
+    "kvtier.vllm.identity.media: ProcessorInputs.get_mm_hashes": "as above",
+    "kvtier.vllm.identity.media: InputProcessor.process_inputs": "as above",
+    "kvtier.vllm.identity.media: kv_cache_utils.generate_block_hash_extra_keys": "as above",
+    "kvtier.vllm.identity.adapters: EngineCore.add_lora": "vLLM tells nobody that an adapter is "
+    "loaded",
+    "kvtier.vllm.identity.adapters: EngineCore.remove_lora": "as above",
+    "kvtier.vllm.workarounds.idle: EngineCoreProc.has_work": "vLLM tells nobody that it waits",
+    "kvtier.vllm.identity.adapters: kv_cache_utils.generate_block_hash_extra_keys": "nor asks "
+    "anybody",
+    "kvtier.vllm.identity.weight_updates: engine.kvtier_weights": "what is known of it goes with "
+    "the engine",
+    "kvtier.vllm.identity.weight_updates: EngineCore.step": "vLLM tells no manager that weights "
+    "change",
+    "kvtier.vllm.identity.weight_updates: EngineCore.step_with_batch_queue": "as above",
+    "kvtier.vllm.identity.weight_updates: EngineCore.collective_rpc": "as above",
+    "kvtier.vllm.identity.weight_updates: EngineCore.reset_prefix_cache": "as above",
+    "kvtier.vllm.identity.weight_updates: EngineCore.set_weight_version": "as above",
+    "kvtier.vllm.identity.weight_updates: EngineCore.sleep": "as above",
+    "kvtier.vllm.workarounds.connector_hooks: SchedulerOffloadConfig.from_spec": "vLLM's manager "
+    "is not told",
+    "kvtier.vllm.workarounds.connector_hooks: "
     "OffloadingConnectorScheduler.get_num_new_matched_tokens": "as above",
-    "kvtier.vllm.connector_hooks: OffloadingConnectorScheduler.request_finished": "as above",
-    "kvtier.vllm.connector_hooks: OffloadingConnectorScheduler.build_connector_meta": "as above",
-    "kvtier.vllm.connector_hooks: OffloadingConnectorWorker.register_kv_caches": "nor is a worker",
-    "kvtier.vllm.connector_hooks: spec.extra_config": "vLLM's connector reads it",
+    "kvtier.vllm.workarounds.connector_hooks: "
+    "OffloadingConnectorScheduler.request_finished": "as above",
+    "kvtier.vllm.workarounds.connector_hooks: "
+    "OffloadingConnectorScheduler.build_connector_meta": "as above",
+    "kvtier.vllm.workarounds.connector_hooks: "
+    "OffloadingConnectorWorker.register_kv_caches": "nor is a worker",
+    "kvtier.vllm.workarounds.connector_hooks: spec.extra_config": "vLLM's connector reads it",
     "kvtier.plugin_api.options: error.key": "an exception, annotated where it is raised",
     "kvtier.plugin_api.options: error.misspelt": "as above",
 }

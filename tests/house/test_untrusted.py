@@ -16,8 +16,11 @@ CAUGHT = ({"ValueError", "RecursionError"}, {"Exception"})
 OWN_ERRORS = re.compile(r"msgspec\.\w+|json\.JSONDecodeError|(Json|Unicode)DecodeError")
 OWN_BYTES = {
     ("kvtier_backends.shared.namespaces", "as_json"): "decodes what it has just encoded",
-    ("kvtier.vllm.namespace", "build_namespace"): "as above",
-    ("kvtier.vllm.region_header", "read"): "has compared the checksum of what this engine wrote",
+    ("kvtier.vllm.identity.namespace", "build_namespace"): "as above",
+    (
+        "kvtier.vllm.memory.region_header",
+        "read",
+    ): "has compared the checksum of what this engine wrote",
     ("kvtier.tools.demo.__main__", "run_engine"): "a child of the command's own",
     ("kvtier.tools.demo.engine", "main"): "its parent's",
 }

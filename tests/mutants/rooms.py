@@ -95,5 +95,5 @@ ROOMS: Final = {
     f"{LOG}/reader.py": THE_LOG,
     f"{LOG}/batches.py": THE_LOG,
     "backends/kvtier_backends/disk/folder/recovery.py": RECOVERY,
-    "kvtier/vllm/manager.py": MANAGER,
+    "kvtier/vllm/scheduler/manager.py": MANAGER,
 }

@@ -30,7 +30,7 @@ from vllm.v1.engine import core as core_module
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
-from kvtier.vllm.region_header import HEADER_BYTES
+from kvtier.vllm.memory.region_header import HEADER_BYTES
 from tests.rig.device import Device
 from tests.rig.executor import RigExecutor
 from tests.rig.layers import BLOCK_TOKENS, PAGE_BYTES, layers

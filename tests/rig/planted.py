@@ -21,10 +21,12 @@ from kvtier.engine.primary.primary_tier import PrimaryTier
 from kvtier.engine.primary.requests import Request
 from kvtier.engine.primary.slot_table import SlotTable
 from kvtier.plugin_api.slot_memory import SlotMemory
-from kvtier.vllm import connector_hooks, cpu_worker, group_parts, page_facts, weight_updates
-from kvtier.vllm.kv_events import KVEvents
-from kvtier.vllm.resumed import ResumedRequests
-from kvtier.vllm.weight_updates import EngineWeights, Update
+from kvtier.vllm.identity import page_facts, weight_updates
+from kvtier.vllm.identity.weight_updates import EngineWeights, Update
+from kvtier.vllm.memory import cpu_worker, group_parts
+from kvtier.vllm.scheduler.kv_events import KVEvents
+from kvtier.vllm.scheduler.resumed import ResumedRequests
+from kvtier.vllm.workarounds import connector_hooks
 from tests.rig.device import LateWorker
 from tests.rig.shape import PARTS, RELEASE
 

@@ -139,7 +139,7 @@ def draw_shape(rng: random.Random) -> Shape:
         lives=lives,
         # With a window, vLLM's connector stores chunks of several blocks with holes: it takes a
         # block that another request shares for one that has left the window. kvtier refuses such
-        # an engine (kvtier/vllm/windows.py).
+        # an engine (kvtier/vllm/workarounds/windows.py).
         blocks_per_chunk=min(rng.choice([1, 1, 2, 3]), 1 if ":" in str(kinds) else 3),
         asynchronous=rng.choice([False, True]),
         eviction_policy=rng.choice(["lru", "lru", "arc", "reuse"]),

@@ -33,7 +33,7 @@ STEP_S = 0.001  #: how much time a step of the engine takes
 CLOSING_TURNS_MAX = 20_000
 CALL_TURNS_MAX = 3  #: of the loop, until a blocking call begins, and again until it ends
 READ_THE_TIME = (
-    "kvtier.vllm.manager",
+    "kvtier.vllm.scheduler.manager",
     "kvtier.hosts.machine_time",
     "kvtier.tier.backend_driver",
     "kvtier.plugin_api.deadlines",
@@ -203,7 +203,7 @@ def stepped_tiers(rng: random.Random, laziness: float, watch: SlotWatch) -> Iter
             patch.object(DaemonThreads, "run", _Calls(rng).as_method()),
             patch("kvtier.tier.cell.BackendDriver", watched_driver(watch)),
             patch("kvtier.vllm.start.open_runtime", partial(open_runtime, clock=tiers.clock)),
-            patch("kvtier.vllm.manager.SPIN_S", 0.0),
+            patch("kvtier.vllm.scheduler.manager.SPIN_S", 0.0),
             # Looking at all packages that are installed takes longer than a scenario.
             patch("importlib.metadata.entry_points", _ENTRY_POINTS),
         ):

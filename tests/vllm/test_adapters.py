@@ -16,8 +16,8 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvtier.vllm import adapters as module
-from kvtier.vllm.adapters import Adapters, know_adapters
+from kvtier.vllm.identity import adapters as module
+from kvtier.vllm.identity.adapters import Adapters, know_adapters
 from tests.vllm.support.adapters import write_adapter
 from tests.vllm.support.managers import manager
 from tests.vllm.test_hosted_tiers import Engine
@@ -36,7 +36,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Adapters:
     """Nothing is loaded yet."""
     made = Adapters()
     monkeypatch.setattr(module, "ADAPTERS", made)
-    monkeypatch.setattr("kvtier.vllm.live_requests.ADAPTERS", made)
+    monkeypatch.setattr("kvtier.vllm.scheduler.live_requests.ADAPTERS", made)
     know_adapters()
     return made
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.vllm.connectors_beside import OWN_SPEC, check_place_of_tier
+from kvtier.vllm.workarounds.connectors_beside import OWN_SPEC, check_place_of_tier
 
 TIER = "KVTierSecondaryTier"
 NIXL = {"kv_connector": "NixlConnector"}

@@ -19,8 +19,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvtier.errors import InternalError
-from kvtier.vllm.cpu_worker import CPUPlatformWorker
-from kvtier.vllm.pages import HostLayout
+from kvtier.vllm.memory.cpu_worker import CPUPlatformWorker
+from kvtier.vllm.memory.pages import HostLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,7 +26,7 @@ class Engine:
     def __init__(self) -> None:
         from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-        from kvtier.vllm.region_header import HEADER_BYTES
+        from kvtier.vllm.memory.region_header import HEADER_BYTES
 
         self.header_rows = -(-HEADER_BYTES // ROW_BYTES)
         self.engine_id = f"test-{uuid4().hex}"
@@ -41,7 +41,7 @@ class Engine:
 
     def scheduler_region(self) -> Any:
         """Return the scheduler's mapping, of one rank."""
-        from kvtier.vllm.device_region import DeviceRegion
+        from kvtier.vllm.memory.device_region import DeviceRegion
 
         return DeviceRegion(
             self.engine_id,
@@ -54,7 +54,7 @@ class Engine:
 
     def announce(self) -> None:
         """Leave what a worker leaves for the scheduler."""
-        from kvtier.vllm.device_region import HeaderMap
+        from kvtier.vllm.memory.device_region import HeaderMap
 
         mapped = HeaderMap(self.engine_id, SLOTS, ROW_BYTES)
         header = mapped.header(1)
@@ -115,7 +115,7 @@ def test_a_region_is_swept_once_no_process_has_it(engine: Engine) -> None:
 
     The next engine of this name would take it for its own, with the ranks that mapped it.
     """
-    from kvtier.vllm.region import sweep
+    from kvtier.vllm.memory.region import sweep
 
     engine.announce()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:

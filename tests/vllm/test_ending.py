@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.vllm.ending import ENDING
+from kvtier.vllm.workarounds.ending import ENDING
 from tests.support.patience import until
 from tests.vllm.support.connector import connector
 

@@ -17,11 +17,10 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from kvtier.vllm import group_parts
-from kvtier.vllm.cpu_worker import CPUPlatformWorker
-from kvtier.vllm.group_parts import own_pages_only, rests_of_rank, rests_of_rows
-from kvtier.vllm.page_facts import Pages
-from kvtier.vllm.pages import HostLayout
+from kvtier.vllm.memory import group_parts
+from kvtier.vllm.memory.cpu_worker import CPUPlatformWorker
+from kvtier.vllm.memory.group_parts import own_pages_only, rests_of_rank, rests_of_rows
+from kvtier.vllm.memory.pages import HostLayout, Pages
 
 BLOCKS = 3
 PAGE = 16  #: of the only layer size

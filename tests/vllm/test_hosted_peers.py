@@ -20,7 +20,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.errors import ConfigError
 from kvtier.vllm.hosted import late_writes
 from kvtier.vllm.hosted.backend import HostedBackend
-from kvtier.vllm.request_params import peer_of
+from kvtier.vllm.hosted.request_params import peer_of
 from tests.support.patience import PATIENCE_S, pause, until
 from tests.support.server_program import free_port
 from tests.vllm.support.nixl import let_nixl_rest

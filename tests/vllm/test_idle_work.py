@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.hosts.process_host import TierProcess
-from kvtier.vllm import idle_work
+from kvtier.vllm.scheduler import idle_work
 from tests.support.patience import until
 from tests.vllm.support.connector import BLOCK_BYTES, connector
 

@@ -12,8 +12,8 @@ import vllm
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker
 
 from kvtier.vllm import KVTierOffloadingSpec
-from kvtier.vllm.cpu_worker import CPUPlatformWorker
-from kvtier.vllm.manager import KVTierManager
+from kvtier.vllm.memory.cpu_worker import CPUPlatformWorker
+from kvtier.vllm.scheduler.manager import KVTierManager
 from tests.vllm.support.children import run_scenario
 from tests.vllm.support.engine import engine, kvtier_config
 from tests.vllm.support.play import play_round, prompts_of
@@ -104,7 +104,7 @@ def test_submit_load_takes_expedited_by_name_and_without() -> None:
 
 def emitted(model: str, root: str, lengths: list[int]) -> dict[str, Any]:
     """Note every metric that the manager hands to vLLM, in a run with all kinds of events."""
-    from kvtier.vllm.manager import KVTierManager
+    from kvtier.vllm.scheduler.manager import KVTierManager
 
     seen: dict[str, int] = {}
     real = KVTierManager.get_stats

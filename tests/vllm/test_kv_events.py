@@ -21,7 +21,7 @@ import pytest
 from vllm.distributed.kv_events import BlockRemoved
 
 from kvtier.tier import backend_driver
-from kvtier.vllm import kv_events
+from kvtier.vllm.scheduler import kv_events
 from kvtier_backends.memory import MemoryBackend
 from tests.support.patience import until
 from tests.vllm.support.connector import BLOCK_BYTES, BLOCK_TOKENS, connector

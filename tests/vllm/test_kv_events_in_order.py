@@ -8,7 +8,7 @@ import pytest
 from vllm.v1.kv_offload.base import Medium
 
 from kvtier.core.events import PRIMARY, Event, EventKind
-from kvtier.vllm.kv_events import AGAIN_COST, AT_ONCE, KVEvents, Place
+from kvtier.vllm.scheduler.kv_events import AGAIN_COST, AT_ONCE, KVEvents, Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.kv_offload.base import Locality, Medium
 
-from kvtier.vllm import manager as manager_module
+from kvtier.vllm.scheduler import manager as manager_module
 from tests.vllm.support.stepped_manager import FS, MEMORY, context, keys, stepped
 
 TELLS_WHEN_FLUSHED = manager_module._TELLS_WHEN_FLUSHED

@@ -25,9 +25,9 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from kvtier.vllm import media as module
-from kvtier.vllm.adapters import know_adapters
-from kvtier.vllm.media import Media, know_media, mark_contents
+from kvtier.vllm.identity import media as module
+from kvtier.vllm.identity.adapters import know_adapters
+from kvtier.vllm.identity.media import Media, know_media, mark_contents
 from tests.vllm.support.stepped_manager import FS, context, keys, stepped
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Media:
     """No request runs yet. The front end and the scheduler are in this process."""
     made = Media()
     monkeypatch.setattr(module, "MEDIA", made)
-    monkeypatch.setattr("kvtier.vllm.manager.MEDIA", made)
+    monkeypatch.setattr("kvtier.vllm.scheduler.manager.MEDIA", made)
     know_adapters()
     know_media(trusts=False)
     mark_contents()

@@ -11,9 +11,9 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvtier.errors import InternalError
-from kvtier.vllm import namespace
-from kvtier.vllm.namespace import build_namespace, worker_report
-from kvtier.vllm.page_facts import Pages
+from kvtier.vllm.identity import namespace
+from kvtier.vllm.identity.namespace import build_namespace, worker_report
+from kvtier.vllm.memory.pages import Pages
 from tests.vllm.support.offloading import CONFIG
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-    from kvtier.vllm.weights import Weights
+    from kvtier.vllm.identity.weights import Weights
 
 ATTENTION = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float16)
 TWO_RANKS = replace(CONFIG.parallel, world_size=2, tp_size=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.core.messages import TokenPlace
-from kvtier.vllm.prefill_steps import PrefillSteps
+from kvtier.vllm.scheduler.prefill_steps import PrefillSteps
 
 pytestmark = pytest.mark.one_release
 

@@ -11,9 +11,9 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from kvtier.errors import ConfigError
 from kvtier.vllm import KVTierOffloadingSpec
-from kvtier.vllm.namespace import build_namespace, publish_facts
-from kvtier.vllm.region import HostRegion
-from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
+from kvtier.vllm.identity.namespace import build_namespace, publish_facts
+from kvtier.vllm.memory.region import HostRegion
+from kvtier.vllm.memory.region_header import HEADER_BYTES, RegionHeader
 from tests.support.needs import needs
 from tests.vllm.support.engine import kvtier_config
 from tests.vllm.support.offloading import CONFIG

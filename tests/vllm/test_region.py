@@ -16,9 +16,9 @@ from hypothesis import given, strategies
 
 from kvtier.errors import ConfigError, InternalError
 from kvtier.plugin_api.slot_memory import SlotMemory
-from kvtier.vllm import region as region_module
-from kvtier.vllm.region import HostRegion, sweep
-from kvtier.vllm.region_header import DOCUMENT_BYTES_MAX, HEADER_BYTES, RegionHeader
+from kvtier.vllm.memory import region as region_module
+from kvtier.vllm.memory.region import HostRegion, sweep
+from kvtier.vllm.memory.region_header import DOCUMENT_BYTES_MAX, HEADER_BYTES, RegionHeader
 from tests.support.patience import PATIENCE_S
 from tests.vllm.support.ranks import mapping_rank
 

@@ -17,9 +17,9 @@ from vllm.config import MambaConfig, MultiModalConfig, VllmConfig
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from kvtier.vllm.page_facts import HARMLESS, OF_A_RANK, spec_facts
-from kvtier.vllm.plain_values import plain
-from kvtier.vllm.setting_facts import (
+from kvtier.vllm.identity.page_facts import HARMLESS, OF_A_RANK, spec_facts
+from kvtier.vllm.identity.plain_values import plain
+from kvtier.vllm.identity.setting_facts import (
     FACT,
     WALKED,
     reason_for,

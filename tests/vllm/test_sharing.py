@@ -9,8 +9,8 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
 from kvtier.settings.extra_config import read_settings
-from kvtier.vllm.namespace import _hash_seed_digest
-from kvtier.vllm.sharing import hash_seed_is_random, warn_of_lonely_tiers
+from kvtier.vllm.identity.namespace import _hash_seed_digest
+from kvtier.vllm.identity.sharing import hash_seed_is_random, warn_of_lonely_tiers
 
 SHARED_BY_DEFAULT = ("sha256", "sha256_cbor")
 RANDOM_BY_DEFAULT = ("xxhash", "xxhash_cbor")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies
 from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 
-from kvtier.vllm.groups import TokenOrder
+from kvtier.vllm.scheduler.groups import TokenOrder
 from tests.vllm.support.managers import manager
 
 if TYPE_CHECKING:

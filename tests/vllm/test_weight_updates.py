@@ -10,9 +10,8 @@ import torch
 from vllm.v1.engine.core import EngineCore
 
 from kvtier.settings.extra_config import read_settings
-from kvtier.vllm.live_requests import LiveRequests
-from kvtier.vllm.weight_sample import DIGEST_BYTES, PARAMETERS_MAX, sample_weights
-from kvtier.vllm.weight_updates import (
+from kvtier.vllm.identity.weight_sample import DIGEST_BYTES, PARAMETERS_MAX, sample_weights
+from kvtier.vllm.identity.weight_updates import (
     EngineWeights,
     Update,
     _deciding_before,
@@ -22,6 +21,7 @@ from kvtier.vllm.weight_updates import (
     _hearing_sleep,
     may_write,
 )
+from kvtier.vllm.scheduler.live_requests import LiveRequests
 
 FIRST, SECOND = b"1" * DIGEST_BYTES, b"2" * DIGEST_BYTES
 CONFIG = read_settings({"weights_version": "run"}, slot_count=8, block_bytes=1)

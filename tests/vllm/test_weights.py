@@ -15,11 +15,11 @@ from structlog.testing import capture_logs
 
 from kvtier.settings.runtime_config import RuntimeConfig
 from kvtier.settings.weight_sources import READ_FILES
-from kvtier.vllm import weight_files as module
-from kvtier.vllm import weights
-from kvtier.vllm.sharing import apart_if_unknown
-from kvtier.vllm.weight_files import SAMPLES_A_TENSOR_MIN, weight_files
-from kvtier.vllm.weights import Weights, weights_of, why_unknown
+from kvtier.vllm.identity import weight_files as module
+from kvtier.vllm.identity import weights
+from kvtier.vllm.identity.sharing import apart_if_unknown
+from kvtier.vllm.identity.weight_files import SAMPLES_A_TENSOR_MIN, weight_files
+from kvtier.vllm.identity.weights import Weights, weights_of, why_unknown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -22,9 +22,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_offload.config import OffloadingCacheConfig
 
-from kvtier.vllm import page_facts
-from kvtier.vllm.namespace import build_namespace, worker_report
-from kvtier.vllm.page_facts import Pages
+from kvtier.vllm.identity import page_facts
+from kvtier.vllm.identity.namespace import build_namespace, worker_report
+from kvtier.vllm.memory.pages import Pages
 from tests.vllm.support.offloading import CONFIG
 from tests.vllm.test_namespace import ATTENTION, TWO_RANKS, engine_config, pages
 
@@ -406,10 +406,10 @@ def test_releases_and_platforms_do_not_share(
 ) -> None:
     engine = Engine(tmp_path / "model")
     found = [engine.named(monkeypatch)]
-    monkeypatch.setattr("kvtier.vllm.namespace.vllm.__version__", "9.9.1")
+    monkeypatch.setattr("kvtier.vllm.identity.namespace.vllm.__version__", "9.9.1")
     found.append(engine.named(monkeypatch))
     monkeypatch.setattr(
-        "kvtier.vllm.namespace.current_platform", SimpleNamespace(device_type="other")
+        "kvtier.vllm.identity.namespace.current_platform", SimpleNamespace(device_type="other")
     )
     found.append(engine.named(monkeypatch))
     assert len(set(found)) == len(found)

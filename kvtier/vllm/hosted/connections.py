@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 import zmq
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 
-from kvtier.vllm.sharing import SEED_VARIABLE
+from kvtier.vllm.identity.sharing import SEED_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

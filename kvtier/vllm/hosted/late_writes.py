@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvtier.plugin_api.threads import DaemonThreads
-from kvtier.vllm.request_params import source_of
+from kvtier.vllm.hosted.request_params import source_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

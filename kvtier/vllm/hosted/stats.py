@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
-    from kvtier.vllm.guarded_observer import Sample
+    from kvtier.vllm.workarounds.guarded_observer import Sample
 
 WAITING_MAX: Final = 64
 """Most reports queued for an engine that is not stepping. Tiers keep counting, and report later."""

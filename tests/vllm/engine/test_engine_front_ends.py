@@ -55,7 +55,7 @@ def sweeps_what_is_left(model: str, transfer: dict[str, Any] | None) -> bool:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    from kvtier.vllm import region
+    from kvtier.vllm.memory import region
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         region.sweep = partial(region.sweep, folder)

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.vllm import KVTierOffloadingSpec
-from kvtier.vllm.region import NAME_PREFIX
+from kvtier.vllm.memory.region import NAME_PREFIX
 from tests.vllm.support.children import run_scenario
 from tests.vllm.support.engine import engine, kvtier_config
 from tests.vllm.support.managers import manager

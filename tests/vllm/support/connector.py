@@ -34,7 +34,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvtier.vllm import KVTierOffloadingSpec
-from kvtier.vllm.region import HostRegion
+from kvtier.vllm.memory.region import HostRegion
 from tests.support.patience import looks
 from tests.vllm.support.engine import kvtier_config
 from tests.vllm.support.offloading import CONFIG

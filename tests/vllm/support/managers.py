@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvtier.vllm import KVTierOffloadingSpec
-from kvtier.vllm.region import HostRegion
+from kvtier.vllm.memory.region import HostRegion
 from tests.vllm.support.engine import kvtier_config
 from tests.vllm.support.offloading import CONFIG
 from tests.vllm.support.play import ours_in_shm

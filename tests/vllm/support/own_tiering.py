@@ -13,7 +13,7 @@ import numpy as np
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvtier.vllm import own_spec
+from kvtier.vllm.identity import own_spec
 from stress.bench.sides import NOTHING_NEW, make_context
 from tests.support.patience import PATIENCE_S, pause, until
 from tests.vllm.support.engine import PATIENT

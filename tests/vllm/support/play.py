@@ -115,7 +115,7 @@ class Transfers:
 
 def hold_transfers() -> Transfers:
     """Return the handle of this process's transfers. Call it before the engine starts."""
-    from kvtier.vllm.cpu_worker import CPUPlatformWorker
+    from kvtier.vllm.memory.cpu_worker import CPUPlatformWorker
 
     handle = Transfers()
     real = CPUPlatformWorker.get_finished

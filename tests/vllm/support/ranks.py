@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.vllm.region import HostRegion
+from kvtier.vllm.memory.region import HostRegion
 from tests.support.patience import until
 from tests.vllm.support.children import Child, start_scenario
 

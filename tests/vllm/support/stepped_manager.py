@@ -14,9 +14,9 @@ from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.policies.eviction.lru import LRUPolicy
 from kvtier.settings.extra_config import read_settings
 from kvtier.vllm import KVTierOffloadingSpec
-from kvtier.vllm.group_kinds import GroupKind
-from kvtier.vllm.manager import KVTierManager
-from kvtier.vllm.region import HostRegion
+from kvtier.vllm.memory.group_kinds import GroupKind
+from kvtier.vllm.memory.region import HostRegion
+from kvtier.vllm.scheduler.manager import KVTierManager
 from tests.support.cell import open_test_runtime
 from tests.vllm.support.engine import kvtier_config
 from tests.vllm.support.offloading import CONFIG

@@ -49,8 +49,8 @@ from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 from vllm.v1.kv_offload.tiering.obj.manager import ObjectStoreSecondaryTierManager
 
 from kvtier.errors import ConfigError
-from kvtier.vllm import own_spec
 from kvtier.vllm.hosted import backend
+from kvtier.vllm.identity import own_spec
 from kvtier.vllm.secondary_tier import KVTierSecondaryTier
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ whole pages; NumPy also checks it against the end of its buffer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,10 +26,19 @@ import torch
 from kvtier.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
+
+
+class Pages(NamedTuple):
+    """The KV caches of one worker, as vLLM has laid them out."""
+
+    config: KVCacheConfig
+    groups: Sequence[int]  #: the offloaded ones
+    caches: Mapping[str, Any] = {}  #: tensors by layer; none if only the scheduler is known
 
 
 @dataclass(frozen=True)

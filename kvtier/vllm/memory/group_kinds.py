@@ -2,7 +2,7 @@
 
 The connector gets this, but the manager behind it does not. A group's kind can't be inferred from
 vLLM's lookups: a window of one block is looked up like the head of a prompt. So the configuration
-that vLLM's connector derives from its own is kept (``kvtier/vllm/connector_hooks.py``).
+that vLLM's connector derives from its own is kept (``workarounds/connector_hooks.py``).
 """
 
 from __future__ import annotations

@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtier.plugin_api.keys import GROUP_BYTES
-from kvtier.vllm.groups import GroupLookup
+from kvtier.vllm.scheduler.groups import GroupLookup
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from kvtier.core.block_state import BlockState
     from kvtier.engine.facade import SchedulerFacade
-    from kvtier.vllm.groups import Groups
-    from kvtier.vllm.prefill_steps import PrefillSteps
+    from kvtier.vllm.scheduler.groups import Groups
+    from kvtier.vllm.scheduler.prefill_steps import PrefillSteps
 
 
 class GroupLookups:

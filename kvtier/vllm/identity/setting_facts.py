@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm import envs
 
-from kvtier.vllm.plain_values import digest, plain
+from kvtier.vllm.identity.plain_values import digest, plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -1,10 +1,10 @@
 """Wraps four methods of vLLM's connector to get facts that vLLM does not pass to the manager.
 
 In the scheduler: how far each group looks back, and which are a draft's
-(``kvtier/vllm/group_kinds.py``); which requests it leaves waiting (``kvtier/vllm/resumed.py``), or
-start from a hit in vLLM's own prefix cache (``kvtier/vllm/live_requests.py``); and that a request
-ends in this step, which vLLM reports in the next (``kvtier/vllm/metrics.py``). In workers: how the
-KV caches are laid out (``kvtier/vllm/page_facts.py``). With 0.32 a fifth method is wrapped, to keep
+(``memory/group_kinds.py``); which requests it leaves waiting (``scheduler/resumed.py``), or
+start from a hit in vLLM's own prefix cache (``scheduler/live_requests.py``); and that a request
+ends in this step, which vLLM reports in the next (``scheduler/metrics.py``). In workers: how the
+KV caches are laid out (``identity/page_facts.py``). With 0.32 a fifth method is wrapped, to keep
 the connector from storing the wrong blocks of a prompt that a client streams. The first wrapper
 also warns of vLLM's errors with the Mamba layers of such groups, and prevents them if it can.
 """
@@ -25,8 +25,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_offload.base import OffloadingManager
 
 from kvtier.plugin_api.log import log
-from kvtier.vllm.group_kinds import kinds_of
-from kvtier.vllm.hooking import once_a_process
+from kvtier.vllm.memory.group_kinds import kinds_of
+from kvtier.vllm.workarounds.hooking import once_a_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,8 +15,8 @@ from pathlib import Path
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from kvtier.settings.host_memory import SHARED_MEMORY_FOLDER
-from kvtier.vllm.region import VLLMS_NAME, names
-from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
+from kvtier.vllm.memory.region import VLLMS_NAME, names
+from kvtier.vllm.memory.region_header import HEADER_BYTES, RegionHeader
 
 
 class DeviceRegion:

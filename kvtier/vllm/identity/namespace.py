@@ -2,7 +2,7 @@
 
 A block that one engine stored may be served by another only if both would have
 computed the same bytes. The block's key covers the request's inputs: its tokens,
-and through vLLM's extra keys LoRA adapters (``kvtier/vllm/adapters.py``),
+and through vLLM's extra keys LoRA adapters (``identity/adapters.py``),
 multimodal inputs, prompt embeddings and the cache salt. So none of those is a fact
 here. The namespace covers the engine's inputs: weights, positions, KV format and
 geometry. ``docs/reference/what-names-a-block.md`` has all of it in one table.
@@ -36,18 +36,18 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from kvtier.errors import InternalError
 from kvtier.plugin_api.backend import Namespace
 from kvtier.plugin_api.log import log, printable
-from kvtier.vllm.page_facts import KV_DTYPE, page_facts, without_ranks
-from kvtier.vllm.plain_values import digest, plain
-from kvtier.vllm.setting_facts import setting_facts, settings_of
-from kvtier.vllm.weights import Weights, source_of, weights_of
+from kvtier.vllm.identity.page_facts import KV_DTYPE, page_facts, without_ranks
+from kvtier.vllm.identity.plain_values import digest, plain
+from kvtier.vllm.identity.setting_facts import setting_facts, settings_of
+from kvtier.vllm.identity.weights import Weights, source_of, weights_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from vllm.v1.kv_offload.base import OffloadingSpec
 
-    from kvtier.vllm.page_facts import Pages
-    from kvtier.vllm.region_header import RegionHeader
+    from kvtier.vllm.memory.pages import Pages
+    from kvtier.vllm.memory.region_header import RegionHeader
 
 FORMAT_VERSION: Final = 2  #: raise it whenever the meaning of a row's bytes changes
 
@@ -147,7 +147,7 @@ def publish_facts(
 
     A model, or a release of vLLM, that lacks an expected attribute is not a reason
     to refuse the engine: it then shares blocks with no other engine, and logs that.
-    ``rests``: of this rank's part of a row (``kvtier/vllm/group_parts.py``).
+    ``rests``: of this rank's part of a row (``memory/group_parts.py``).
     """
     found = facts_or_reason(lambda: worker_report(vllm_config(), pages))
     header.publish({**found, _APART: {**found.get(_APART, {}), _RESTS: rests}})

@@ -29,7 +29,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.engine.core import EngineCore
 
 from kvtier.plugin_api.log import log
-from kvtier.vllm.hooking import once_a_process
+from kvtier.vllm.workarounds.hooking import once_a_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

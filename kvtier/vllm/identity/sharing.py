@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from kvtier.plugin_api.log import log
 from kvtier.settings.plugins import lasting_tiers
-from kvtier.vllm.weights import why_unknown
+from kvtier.vllm.identity.weights import why_unknown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -25,12 +25,12 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
 
 from kvtier.plugin_api.keys import GROUP_BYTES
-from kvtier.vllm.pages import HostLayout, host_page_sizes, tensor_offsets
+from kvtier.vllm.memory.pages import HostLayout, host_page_sizes, tensor_offsets
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from kvtier.vllm.page_facts import Pages
+    from kvtier.vllm.memory.pages import Pages
 
 PIECES_MAX: Final = 2000
 """Limit per rank: with more pieces, rows go to tiers as they are. Real models have some hundred."""

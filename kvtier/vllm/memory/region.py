@@ -5,7 +5,7 @@ Every worker rank and the scheduler map one file in ``/dev/shm``:
     row 0 | row 1 | ... | row slot_count-1 | header
 
 A row is one block: the parts of all ranks side by side, then padding to a
-page. ``kvtier/vllm/region_header.py`` defines the header.
+page. ``memory/region_header.py`` defines the header.
 
 No file may outlive its engine, however that ends. So the scheduler, which maps
 last, removes the name as soon as all ranks have mapped it; the memory is then
@@ -38,7 +38,7 @@ from kvtier.errors import ConfigError, InternalError
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.slot_memory import MADV_POPULATE_WRITE
 from kvtier.settings.host_memory import SHARED_MEMORY_FOLDER, HostMemory
-from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
+from kvtier.vllm.memory.region_header import HEADER_BYTES, RegionHeader
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,9 +25,9 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvtier.errors import InternalError
-from kvtier.vllm.namespace import build_namespace, facts_or_reason, worker_report
-from kvtier.vllm.page_facts import Pages
-from kvtier.vllm.plain_values import plain
+from kvtier.vllm.identity.namespace import build_namespace, facts_or_reason, worker_report
+from kvtier.vllm.identity.plain_values import plain
+from kvtier.vllm.memory.pages import Pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -24,7 +24,7 @@ at the first block that it doesn't have.
 
 llm-d drops a block whose parent it doesn't have. So a block that was announced
 while its parent was nowhere, an orphan, is announced again once the parent is
-somewhere (``kvtier/vllm/event_orphans.py``).
+somewhere (``scheduler/event_orphans.py``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadingEvent
 
 from kvtier.core.events import PRIMARY, EventKind
-from kvtier.vllm.event_orphans import Orphans
+from kvtier.vllm.scheduler.event_orphans import Orphans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

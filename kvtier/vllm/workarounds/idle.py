@@ -21,8 +21,8 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
 from kvtier.plugin_api.threads import daemon_thread
-from kvtier.vllm.ending import ENDING
-from kvtier.vllm.hooking import once_a_process
+from kvtier.vllm.workarounds.ending import ENDING
+from kvtier.vllm.workarounds.hooking import once_a_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable

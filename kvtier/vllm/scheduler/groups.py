@@ -4,7 +4,7 @@ vLLM publishes the token that each key ends at, and looks keys up group by
 group: with full attention from head to tail, up to the first miss; with a
 sliding window (or a recurrent state) from the tail on, until it has found a
 window's length. The kind of each group comes from vLLM's configuration
-(``kvtier/vllm/group_kinds.py``).
+(``memory/group_kinds.py``).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvtier.core.block_state import BlockState
 from kvtier.core.messages import GroupKeys, RequestOrder
 from kvtier.plugin_api.keys import GROUP_BYTES
 from kvtier.plugin_api.log import log
-from kvtier.vllm.group_kinds import group_kinds
+from kvtier.vllm.memory.group_kinds import group_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from vllm.v1.kv_offload.base import OffloadingSpec
 
-    from kvtier.vllm.group_kinds import GroupKind
+    from kvtier.vllm.memory.group_kinds import GroupKind
 
 _NO_END = 1 << 62  # for keys without a position from vLLM: behind all others
 

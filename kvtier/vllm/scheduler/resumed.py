@@ -10,7 +10,7 @@ vLLM doesn't report which requests run: a preempted request is scheduled again w
 a request preempted by a reset is reported as such at the end of the step that runs it again. So
 lookups of a request that has run succeed only in the step after one in which it certainly waited.
 Otherwise it gets RETRY, and waits one more step. Only the connector's result shows which requests
-wait (``kvtier/vllm/connector_hooks.py``): if chunks of several groups differ in length, a request
+wait (``workarounds/connector_hooks.py``): if chunks of several groups differ in length, a request
 that got RETRY may run all the same.
 """
 

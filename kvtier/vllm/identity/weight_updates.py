@@ -3,7 +3,7 @@
 A trainer pushes weights into an engine, and KV data of the old ones must not be found any more.
 vLLM leaves it to the trainer to reset its caches, and few reset the connector, or in the right
 order. So a change is *heard* if it passes a method of vLLM's engine core; otherwise it is
-*found*, by samples of the weights (``kvtier/vllm/weight_sample.py``). Either way the connector is
+*found*, by samples of the weights (``identity/weight_sample.py``). Either way the connector is
 reset before the next step is scheduled, and a generation begins that no other engine is in.
 
 Rules:
@@ -36,10 +36,10 @@ from vllm.v1.engine.core import EngineCore
 
 from kvtier.plugin_api.log import log
 from kvtier.settings.weight_sources import NO_WEIGHTS
-from kvtier.vllm.hooking import once_a_process
-from kvtier.vllm.own_spec import callers
-from kvtier.vllm.weight_sample import DIGEST_BYTES, sample_weights
-from kvtier.vllm.weights import why_unknown
+from kvtier.vllm.identity.own_spec import callers
+from kvtier.vllm.identity.weight_sample import DIGEST_BYTES, sample_weights
+from kvtier.vllm.identity.weights import why_unknown
+from kvtier.vllm.workarounds.hooking import once_a_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

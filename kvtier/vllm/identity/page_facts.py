@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import platform
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm import envs
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec, UniformTypeKVCacheSpecs
 
-from kvtier.vllm.plain_values import digest, plain
-from kvtier.vllm.setting_facts import settings_of
+from kvtier.vllm.identity.plain_values import digest, plain
+from kvtier.vllm.identity.setting_facts import settings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+    from kvtier.vllm.memory.pages import Pages
 
 HARMLESS: Final = {
     "extra_retained_tokens": "how long blocks are kept; it goes by the number of drafts",
@@ -42,14 +44,6 @@ number of ranks. The total number of heads is in the model's configuration."""
 
 KV_DTYPE: Final = "kv_dtype"
 """The fact that defines the number format. Tiers that compress read it."""
-
-
-class Pages(NamedTuple):
-    """The KV caches of one worker, as vLLM has laid them out."""
-
-    config: KVCacheConfig
-    groups: Sequence[int]  #: the offloaded ones
-    caches: Mapping[str, Any] = {}  #: tensors by layer; none if only the scheduler is known
 
 
 def page_facts(vllm_config: Any, pages: Pages) -> dict[str, Any]:  # noqa: ANN401 - no stubs

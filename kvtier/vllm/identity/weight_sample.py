@@ -1,7 +1,7 @@
 """Samples the weights that a worker computes with: a few bytes here and there, of all parameters.
 
 A worker's weights can be written without calling a method of vLLM's engine: by a trainer in the
-same process, over CUDA IPC, by a thread of a worker extension. ``kvtier/vllm/weight_updates.py``
+same process, over CUDA IPC, by a thread of a worker extension. ``identity/weight_updates.py``
 compares samples to detect that. A step of training changes nearly every tensor, though with 16-bit
 weights and a small learning rate perhaps only one number in a hundred of it: 512 places of 64
 bytes hold 16,384 such numbers, so that the odds of seeing none changed are e^-164.

@@ -3,7 +3,7 @@
 KV data is usable only with the weights that it was computed with. So blocks are shared, with other
 engines and over restarts, by the content of the weights: not by the model's path, at which there
 may be other weights tomorrow. Weights that cannot be shown to be the same, because they are
-streamed or come from an unknown loader, count as new each time (``kvtier/vllm/sharing.py``).
+streamed or come from an unknown loader, count as new each time (``identity/sharing.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader import get_model_loader
 
 from kvtier.plugin_api.log import printable
 from kvtier.settings.weight_sources import NO_WEIGHTS, no_weight_files, why_out_of_sight
-from kvtier.vllm.weight_files import weight_files
+from kvtier.vllm.identity.weight_files import weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -31,7 +31,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from kvtier.plugin_api.log import log
-from kvtier.vllm.hooking import once_a_process
+from kvtier.vllm.workarounds.hooking import once_a_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping

@@ -17,8 +17,7 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.backend import Connection
-from kvtier.vllm.guarded_observer import DROPS, Sample
-from kvtier.vllm.metric_definitions import (
+from kvtier.vllm.scheduler.metric_definitions import (
     ANSWERS_PER_SECOND,
     BACKEND,
     BREAKER,
@@ -36,6 +35,7 @@ from kvtier.vllm.metric_definitions import (
     WINDOW,
     tier_metric_definitions,
 )
+from kvtier.vllm.workarounds.guarded_observer import DROPS, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     )
     from kvtier.engine.facade import SchedulerFacade
     from kvtier.settings.runtime_config import RuntimeConfig
-    from kvtier.vllm.guarded_observer import GuardedObserver
     from kvtier.vllm.hosted.backend import HostingEngine
     from kvtier.vllm.hosted.stats import HostedStats
+    from kvtier.vllm.workarounds.guarded_observer import GuardedObserver
 
 REPORT_S: Final = 0.1
 """Interval between two reports while requests run and none of them ends."""

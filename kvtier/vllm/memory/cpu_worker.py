@@ -6,7 +6,7 @@ That keeps the ordering rules for free: the connector submits stores and loads
 before the forward pass of a step, so a store has read its blocks before
 anything may overwrite them, and a load is complete before attention reads it.
 
-``kvtier/vllm/pages.py`` defines where bytes lie.
+``memory/pages.py`` defines where bytes lie.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.errors import InternalError
-from kvtier.vllm.pages import (
+from kvtier.vllm.memory.pages import (
     EnginePages,
     HostLayout,
     HostStrip,

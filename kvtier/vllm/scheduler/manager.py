@@ -25,10 +25,12 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.core.block_state import BlockState
-from kvtier.vllm.ending import ENDING
-from kvtier.vllm.grants import OpenGrants
-from kvtier.vllm.group_lookups import GroupLookups
-from kvtier.vllm.groups import (
+from kvtier.vllm.hosted.request_params import packed_params, peer_of
+from kvtier.vllm.identity.media import MEDIA
+from kvtier.vllm.identity.weight_updates import EngineWeights
+from kvtier.vllm.scheduler.grants import OpenGrants
+from kvtier.vllm.scheduler.group_lookups import GroupLookups
+from kvtier.vllm.scheduler.groups import (
     Groups,
     Orders,
     Parents,
@@ -36,18 +38,16 @@ from kvtier.vllm.groups import (
     positions_of,
     warn_without_positions,
 )
-from kvtier.vllm.guarded_observer import GuardedObserver
-from kvtier.vllm.idle_work import IdleWork
-from kvtier.vllm.keys_behind import keys_behind
-from kvtier.vllm.kv_events import DESCRIBED_RESULTS, KVEvents, Place
-from kvtier.vllm.live_requests import LiveRequests
-from kvtier.vllm.media import MEDIA
-from kvtier.vllm.metrics import MetricsExporter
-from kvtier.vllm.prefill_steps import PrefillSteps
-from kvtier.vllm.request_params import packed_params, peer_of
-from kvtier.vllm.resumed import ResumedRequests
-from kvtier.vllm.tier_facts import TierFacts
-from kvtier.vllm.weight_updates import EngineWeights
+from kvtier.vllm.scheduler.idle_work import IdleWork
+from kvtier.vllm.scheduler.keys_behind import keys_behind
+from kvtier.vllm.scheduler.kv_events import DESCRIBED_RESULTS, KVEvents, Place
+from kvtier.vllm.scheduler.live_requests import LiveRequests
+from kvtier.vllm.scheduler.metrics import MetricsExporter
+from kvtier.vllm.scheduler.prefill_steps import PrefillSteps
+from kvtier.vllm.scheduler.resumed import ResumedRequests
+from kvtier.vllm.scheduler.tier_facts import TierFacts
+from kvtier.vllm.workarounds.ending import ENDING
+from kvtier.vllm.workarounds.guarded_observer import GuardedObserver
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.slot_memory import SlotMemory
     from kvtier.settings.runtime_config import RuntimeConfig
     from kvtier.vllm.hosted.backend import HostingEngine
-    from kvtier.vllm.region import Region
+    from kvtier.vllm.memory.region import Region
 
 _MEANING: Final = {
     BlockState.ABSENT: LookupResult.MISS,
@@ -255,7 +255,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             self._ahead.update(zip(rest, map(_RESULTS.__getitem__, states), strict=False))
 
     def on_request_waits(self, request: str) -> None:
-        """Note that vLLM's connector has left a request waiting (``kvtier/vllm/resumed.py``)."""
+        """Note that vLLM's connector has left a request waiting (``scheduler/resumed.py``)."""
         self._resumed.on_wait(request)
 
     def on_request_ends(self) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.vllm.adapters import ADAPTERS
+from kvtier.vllm.identity.adapters import ADAPTERS
 
 if TYPE_CHECKING:
-    from kvtier.vllm.weight_updates import EngineWeights
+    from kvtier.vllm.identity.weight_updates import EngineWeights
 
 
 class LiveRequests:

@@ -1,0 +1,1 @@
+"""What vLLM's scheduler asks, answered by kvtier's facade."""
