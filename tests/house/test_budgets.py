@@ -19,6 +19,7 @@ SPARE_LINES = 60
 DEEP = {
     ("backends", "kvtier_backends"),
     ("kvtier", "engine"),
+    ("kvtier", "vllm"),
     ("tests", "unit"),
     ("tests", "unit", "backends"),
     ("tests", "vllm"),

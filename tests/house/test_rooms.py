@@ -30,7 +30,14 @@ IN_THE_ENGINE = {  # the facade and the cell, above these, may import all of the
     "decide": set(),
     "link": {"decide"},  # it meets the primary tier by messages only
     "primary": {"decide"},
-    "staged": {"decide", "link", "primary", "facade", "cell"},
+    "staged": {"decide", "link", "primary", "cell"},
+}
+IN_THE_ADAPTER = {  # the entry points, above these, may import all of them
+    "memory": set(),
+    "workarounds": {"memory"},
+    "identity": {"memory", "workarounds"},
+    "hosted": {"identity", "workarounds"},
+    "scheduler": {"memory", "workarounds", "identity", "hosted"},
 }
 UNBOUND = {"tools", "__main__"}  #: commands
 OURS = ("kvtier", "kvtier_backends")
@@ -60,18 +67,22 @@ def test_a_room_imports_only_what_it_may() -> None:
     assert not found
 
 
-def test_in_the_engine_a_link_and_the_primary_tier_meet_by_messages_only() -> None:
-    engine = "kvtier.engine."
+@pytest.mark.parametrize(
+    ("folder", "may_import"), [("kvtier.engine.", IN_THE_ENGINE), ("kvtier.vllm.", IN_THE_ADAPTER)]
+)
+def test_a_room_within_a_room_imports_only_what_it_may(
+    folder: str, may_import: dict[str, set[str]]
+) -> None:
     rooms = {
-        (module.removeprefix(engine).partition(".")[0], name.removeprefix(engine).partition(".")[0])
+        (module.removeprefix(folder).partition(".")[0], name.removeprefix(folder).partition(".")[0])
         for module in MODULES
-        if module.startswith(engine)
+        if module.startswith(folder)
         for name in imports_of(MODULES[module])
-        if name.startswith(engine)
+        if name.startswith(folder)
     }
-    found = {(room, other) for room, other in rooms if room in IN_THE_ENGINE and room != other}
-    assert found <= {(room, other) for room, may in IN_THE_ENGINE.items() for other in may}
-    assert {room for room, _ in rooms} - {"facade", "cell"} == set(IN_THE_ENGINE)
+    found = {(room, other) for room, other in rooms if room in may_import and room != other}
+    assert found == {(room, other) for room, may in may_import.items() for other in may}
+    assert may_import.keys() <= {room for room, _ in rooms}
 
 
 def test_every_room_in_the_table_is_there() -> None:
