@@ -25,8 +25,8 @@ from kvtier.vllm.identity import page_facts, weight_updates
 from kvtier.vllm.identity.weight_updates import EngineWeights, Update
 from kvtier.vllm.memory import cpu_worker, group_parts
 from kvtier.vllm.scheduler.kv_events import KVEvents
-from kvtier.vllm.scheduler.resumed import ResumedRequests
 from kvtier.vllm.workarounds import connector_hooks
+from kvtier.vllm.workarounds.resumed import ResumedRequests
 from tests.rig.device import LateWorker
 from tests.rig.shape import PARTS, RELEASE
 
@@ -216,16 +216,16 @@ def remove_at_once_what_routers_have_and_what_they_have_not() -> Any:
 
 def load_at_once_for_who_was_thrown_back() -> Any:
     """vLLM's connector ends the engine over it."""
-    return patch.object(ResumedRequests, "may_load", lambda _self, _request: True)
+    return patch.object(ResumedRequests, "may_load", lambda _self, _runs: True)
 
 
 def take_who_is_to_ask_again_for_who_waits() -> Any:
     """Where chunks differ in length, vLLM may let it run: the rig's seed 1776."""
 
-    def may_load(self: Any, request: str) -> bool:
-        may = real(self, request)
+    def may_load(self: Any, runs: Any) -> bool:
+        may = real(self, runs)
         if not may:
-            self.on_wait(request)
+            self.on_wait(runs)
         return may
 
     real = ResumedRequests.may_load

@@ -36,7 +36,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Adapters:
     """Nothing is loaded yet."""
     made = Adapters()
     monkeypatch.setattr(module, "ADAPTERS", made)
-    monkeypatch.setattr("kvtier.vllm.scheduler.live_requests.ADAPTERS", made)
+    monkeypatch.setattr("kvtier.vllm.scheduler.requests.ADAPTERS", made)
     know_adapters()
     return made
 

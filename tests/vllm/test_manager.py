@@ -62,11 +62,14 @@ def test_a_reset_forgets_what_was_under_way() -> None:
             manager.lookup(key, asked)
         assert manager._granted._of
         assert manager._group_lookups._of
-        assert manager._undecided
-        manager._group_lookups._refused.add("r")
+        requests = manager.requests
+        assert requests.is_undecided("r")
+        requests.of("r").refuse(is_refused=True)
         manager.reset_cache()
-        passes = manager._group_lookups
-        assert not any((manager._granted._of, manager._undecided, passes._of, passes._refused))
+        assert not manager._granted._of
+        assert not manager._group_lookups._of
+        assert not requests.is_undecided("r")
+        assert not requests.of("r").was_refused
         assert manager._ahead_of is None
 
 

@@ -60,11 +60,11 @@ def test_a_decision_shows_in_other_calls_too(how: str) -> None:
             manager.prepare_store(keys("C"), asked)
         else:
             manager.on_request_finished(asked)
-            assert not manager._orders._of
+            assert not manager.requests
         assert played.promotion_slots() == 0
         played.step()
         assert not manager._loading
-        assert not manager._undecided
+        assert not manager.requests.is_undecided("r")
 
 
 def test_a_request_of_several_groups_that_had_no_room_is_promoted_once_there_is_some() -> None:

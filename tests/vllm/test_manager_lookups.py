@@ -220,4 +220,4 @@ def test_sources_are_those_of_now_in_each_step_and_after_a_reset() -> None:
         manager.reset_cache()
         assert manager.get_load_source(a, asked) is CacheHitSource.HOST
         manager.on_request_finished(asked)
-        assert not manager._sources
+        assert manager._sources_of is None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 
 from kvtier.core.messages import TokenPlace
-from kvtier.vllm.scheduler.prefill_steps import PrefillSteps
+from kvtier.vllm.scheduler.prefill_steps import PrefillSteps, Prompt
 
 pytestmark = pytest.mark.one_release
 
@@ -18,6 +20,7 @@ class Engine:
     def __init__(self, *, offers_first: bool = False) -> None:
         self.told: list[tuple[int, int, float | None]] = []
         self.now = 100.0
+        self.prompts: defaultdict[str, Prompt] = defaultdict(Prompt)
         self.steps = PrefillSteps(
             CHUNK,
             lambda *step: self.told.append(step),
@@ -28,7 +31,7 @@ class Engine:
         self.end_of = {key: CHUNK * (n + 1) for n, key in enumerate(self.keys)}
 
     def offer(self, first: int, end: int, request: str = "r") -> None:
-        self.steps.on_offer(request, self.keys[first:end], self.end_of)
+        self.steps.on_offer(self.prompts[request], self.keys[first:end], self.end_of)
 
     def step(self, seconds: float = 1.0, others: int = 1) -> None:
         self.now += seconds
@@ -38,7 +41,9 @@ class Engine:
 def test_a_step_computes_what_it_offers_behind_what_the_gpu_had() -> None:
     engine = Engine()
     engine.step()
-    assert engine.steps.looks_up("r", engine.keys[2], engine.end_of) == TokenPlace(32, CHUNK)
+    assert engine.steps.looks_up(engine.prompts["r"], engine.keys[2], engine.end_of) == TokenPlace(
+        32, CHUNK
+    )
     engine.offer(0, 6)  # vLLM offers what the GPU had, too
     engine.step()
     engine.offer(6, 8)
@@ -49,7 +54,7 @@ def test_a_step_computes_what_it_offers_behind_what_the_gpu_had() -> None:
 def test_what_is_offered_before_a_step_begins_is_told_when_that_step_has_ended() -> None:
     """As vLLM 0.33 does: both releases then tell the same."""
     engine = Engine(offers_first=True)
-    engine.steps.looks_up("r", engine.keys[0], engine.end_of)
+    engine.steps.looks_up(engine.prompts["r"], engine.keys[0], engine.end_of)
     engine.offer(0, 4)
     engine.step()
     engine.offer(4, 12)
@@ -61,9 +66,9 @@ def test_what_is_offered_before_a_step_begins_is_told_when_that_step_has_ended()
 def test_what_was_loaded_was_not_computed() -> None:
     engine = Engine()
     engine.step()
-    engine.steps.looks_up("r", engine.keys[0], engine.end_of)
-    engine.steps.on_load("r", engine.keys[:5], engine.end_of)
-    engine.steps.on_loaded("r")
+    engine.steps.looks_up(engine.prompts["r"], engine.keys[0], engine.end_of)
+    engine.steps.on_load(engine.prompts["r"], engine.keys[:5], engine.end_of)
+    engine.steps.on_loaded(engine.prompts["r"])
     engine.offer(5, 8)
     engine.step()
     assert engine.told == [(48, 128**2 - 80**2, 1.0)]
@@ -72,7 +77,7 @@ def test_what_was_loaded_was_not_computed() -> None:
 def test_generated_tokens_are_no_part_of_a_prompt() -> None:
     engine = Engine()
     engine.step()
-    engine.steps.looks_up("r", engine.keys[0], engine.end_of)
+    engine.steps.looks_up(engine.prompts["r"], engine.keys[0], engine.end_of)
     engine.offer(0, 12)
     engine.step()
     engine.end_of[b"generated"] = 13 * CHUNK
@@ -97,10 +102,10 @@ def test_of_a_request_that_looked_nothing_up_only_what_comes_later_counts() -> N
 def test_a_preempted_request_computes_again() -> None:
     engine = Engine()
     engine.step()
-    engine.steps.looks_up("r", engine.keys[0], engine.end_of)
+    engine.steps.looks_up(engine.prompts["r"], engine.keys[0], engine.end_of)
     engine.offer(0, 8)
     engine.step()
-    engine.steps.looks_up("r", engine.keys[0], engine.end_of)
+    engine.steps.looks_up(engine.prompts["r"], engine.keys[0], engine.end_of)
     engine.offer(0, 4)
     engine.step()
     assert [step[0] for step in engine.told] == [128, 64]
@@ -109,7 +114,7 @@ def test_a_preempted_request_computes_again() -> None:
 def test_time_counts_only_while_something_is_computed() -> None:
     engine = Engine()
     engine.step()
-    engine.steps.looks_up("r", engine.keys[0], engine.end_of)
+    engine.steps.looks_up(engine.prompts["r"], engine.keys[0], engine.end_of)
     engine.offer(0, 8)
     engine.step(others=0)
     engine.offer(8, 12)
@@ -120,10 +125,10 @@ def test_time_counts_only_while_something_is_computed() -> None:
 def test_time_counts_until_the_last_request_ends() -> None:
     engine = Engine()
     engine.step()
-    engine.steps.looks_up("r", engine.keys[0], engine.end_of)
+    engine.steps.looks_up(engine.prompts["r"], engine.keys[0], engine.end_of)
     engine.offer(0, 12)
     engine.now += 0.5
-    engine.steps.end_request("r")
+    engine.steps.on_loaded(engine.prompts.pop("r"))
     engine.steps.on_idle(engine.now, 0)
     engine.step(seconds=60.0)
     assert engine.told == [(192, 192**2, 0.5)]
@@ -131,10 +136,10 @@ def test_time_counts_until_the_last_request_ends() -> None:
 
 def test_while_the_only_request_is_loaded_nothing_is_computed() -> None:
     engine = Engine()
-    engine.steps.looks_up("r", engine.keys[0], engine.end_of)
-    engine.steps.on_load("r", engine.keys[:5], engine.end_of)
+    engine.steps.looks_up(engine.prompts["r"], engine.keys[0], engine.end_of)
+    engine.steps.on_load(engine.prompts["r"], engine.keys[:5], engine.end_of)
     engine.step()
-    engine.steps.on_loaded("r")
+    engine.steps.on_loaded(engine.prompts["r"])
     engine.offer(5, 8)
     engine.step()
     assert [step[2] for step in engine.told] == [None]

@@ -29,4 +29,4 @@ def test_what_vllm_promises_nobody_is_little_and_marked() -> None:
     names = [line.split("(")[0].split(":")[0].rpartition(".")[2] for line in private]
     assert names
     assert all(name.startswith("_") for name in names)
-    assert len(names) <= 3, names
+    assert len(names) <= 5, names  # two of them for hosted p2p tiers, one in 0.33 only

@@ -21,7 +21,7 @@ from kvtier.vllm.identity.weight_updates import (
     _hearing_sleep,
     may_write,
 )
-from kvtier.vllm.scheduler.live_requests import LiveRequests
+from kvtier.vllm.scheduler.requests import EngineRequests
 
 FIRST, SECOND = b"1" * DIGEST_BYTES, b"2" * DIGEST_BYTES
 CONFIG = read_settings({"weights_version": "run"}, slot_count=8, block_bytes=1)
@@ -358,23 +358,27 @@ def test_a_version_has_a_name_and_samples_or_is_none() -> None:
 
 def test_what_begins_with_older_blocks_of_the_gpu_is_not_stored() -> None:
     engine, _manager = started()
-    live = LiveRequests(engine.weights)
-    live.begin("before")
-    live.on_gpu_hit("before")
-    assert live.may_store("before"), "they are of the weights that it has"
+    requests = EngineRequests(engine.weights, 16)
+    requests.begin("before")
+    requests.on_gpu_hit("before")
+    assert requests.may_store(requests.of("before")), "they are of the weights that it has"
     engine.collective_rpc("update_weights")
     engine.step()
-    live.reset()
-    live.begin("after")
-    live.begin("fresh")
-    live.on_gpu_hit("after")
-    assert [live.may_store(each) for each in ("before", "after", "fresh")] == [0, 0, 1]
-    live.wait("before")  # preempted: all of it is computed anew
-    assert live.may_store("before")
+    requests.reset()
+    requests.begin("after")
+    requests.begin("fresh")
+    requests.on_gpu_hit("after")
+    assert [requests.may_store(requests.of(each)) for each in ("before", "after", "fresh")] == [
+        0,
+        0,
+        1,
+    ]
+    requests.wait(requests.of("before"))  # preempted: all of it is computed anew
+    assert requests.may_store(requests.of("before"))
     engine.reset_prefix_cache()
-    live.begin("later")
-    live.on_gpu_hit("later")
-    assert live.may_store("later")
+    requests.begin("later")
+    requests.on_gpu_hit("later")
+    assert requests.may_store(requests.of("later"))
 
 
 def test_a_cache_that_was_emptied_before_the_update_is_not_stale() -> None:
@@ -394,9 +398,9 @@ def test_a_reset_of_the_connector_leaves_a_stale_gpu_where_requests_run() -> Non
 
 def test_the_first_of_several_requests_has_the_weights_looked_at() -> None:
     engine, _manager = started()
-    live = LiveRequests(engine.weights)
+    requests = EngineRequests(engine.weights, 16)
     for name in ("a", "b"):
-        live.begin(name)
+        requests.begin(name)
         assert engine.weights.is_due is (name == "a")
         engine.weights.is_due = False
 

@@ -93,26 +93,7 @@ class TokenOrder:
         return RequestOrder(first, keys)
 
 
-class Orders:
-    """The orders of running requests, as far as they were reported."""
-
-    def __init__(self, chunk_tokens: int | None) -> None:
-        self._chunk_tokens = chunk_tokens
-        self._of: dict[str, TokenOrder] = {}
-
-    def untold(self, request: str, end_of: dict[bytes, int]) -> RequestOrder | None:
-        """Return the new part of the order of a request's keys."""
-        order = self._of.get(request)
-        if order is None:
-            order = self._of[request] = TokenOrder(self._chunk_tokens)
-        return order.untold(end_of)
-
-    def end(self, request: str) -> None:
-        """Forget a request."""
-        self._of.pop(request, None)
-
-
-class _Chains:
+class Chains:
     """One request's keys, each with the one before it in its own group."""
 
     __slots__ = ("by_end", "count", "parents")
@@ -124,7 +105,7 @@ class _Chains:
 
 
 class Parents:
-    """The block before each block of running requests, in groups with full attention."""
+    """Finds the block before each block of a request, in groups with full attention."""
 
     def __init__(self, groups: Groups) -> None:
         self._chunk_tokens = {
@@ -132,11 +113,9 @@ class Parents:
             for group, tokens in groups.chunk_tokens.items()
             if groups.kinds[group].window is None
         }
-        self._of: dict[str, _Chains] = {}
 
-    def of(self, request: str, end_of: dict[bytes, int]) -> Mapping[bytes, bytes]:
+    def of(self, chains: Chains, end_of: dict[bytes, int]) -> Mapping[bytes, bytes]:
         """Return the parents of a request's keys; the first of each group has none."""
-        chains = self._of.setdefault(request, _Chains())
         new = len(end_of) - chains.count
         if new:
             chains.count += new
@@ -150,10 +129,6 @@ class Parents:
                     if parent is not None:
                         chains.parents[key] = parent
         return chains.parents
-
-    def end(self, request: str) -> None:
-        """Forget a request."""
-        self._of.pop(request, None)
 
 
 class Groups:

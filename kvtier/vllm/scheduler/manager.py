@@ -32,7 +32,6 @@ from kvtier.vllm.scheduler.grants import OpenGrants
 from kvtier.vllm.scheduler.group_lookups import GroupLookups
 from kvtier.vllm.scheduler.groups import (
     Groups,
-    Orders,
     Parents,
     in_token_order,
     positions_of,
@@ -41,13 +40,13 @@ from kvtier.vllm.scheduler.groups import (
 from kvtier.vllm.scheduler.idle_work import IdleWork
 from kvtier.vllm.scheduler.keys_behind import keys_behind
 from kvtier.vllm.scheduler.kv_events import DESCRIBED_RESULTS, KVEvents, Place
-from kvtier.vllm.scheduler.live_requests import LiveRequests
 from kvtier.vllm.scheduler.metrics import MetricsExporter
 from kvtier.vllm.scheduler.prefill_steps import PrefillSteps
-from kvtier.vllm.scheduler.resumed import ResumedRequests
+from kvtier.vllm.scheduler.requests import EngineRequests
 from kvtier.vllm.scheduler.tier_facts import TierFacts
 from kvtier.vllm.workarounds.ending import ENDING
 from kvtier.vllm.workarounds.guarded_observer import GuardedObserver
+from kvtier.vllm.workarounds.resumed import ResumedRequests
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -63,12 +62,12 @@ if TYPE_CHECKING:
         ScheduleEndContext,
     )
 
-    from kvtier.core.messages import RequestOrder
     from kvtier.engine.facade import SchedulerFacade
     from kvtier.plugin_api.slot_memory import SlotMemory
     from kvtier.settings.runtime_config import RuntimeConfig
     from kvtier.vllm.hosted.backend import HostingEngine
     from kvtier.vllm.memory.region import Region
+    from kvtier.vllm.scheduler.requests import RequestState
 
 _MEANING: Final = {
     BlockState.ABSENT: LookupResult.MISS,
@@ -143,18 +142,19 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         # stage. Twice that, and one more, is on the safe side.
         self._flush_steps = 2 * max(2, int(spec.config.parallel.pp_size)) + 1
         self._flush_steps_left, self._last_step = 0, 0.0
-        # Found in this step: one request's lookup results, sources of blocks.
+        # Found in this step: one request's lookup results, sources of one's blocks.
         self._ahead: dict[bytes, LookupResult] = {}
+        self._sources: Mapping[bytes, int] = {}
         self._ahead_of: ReqContext | None = None
-        self._sources: dict[str, Mapping[bytes, int]] = {}
-        self._steps = PrefillSteps.of(facade, self._chunk_tokens, offers_first=_TELLS_WHEN_FLUSHED)
-        self._orders = Orders(None if self._several_groups else self._chunk_tokens)
-        self._granted, self._parents = OpenGrants(), Parents(self._groups)
-        self._undecided: set[str] = set()  # requests that have looked up, and may wait
-        self._resumed = ResumedRequests(are_held_back=not _TELLS_WHEN_FLUSHED)
+        self._sources_of: ReqContext | None = None
         self._loading: list[str] = []  # requests that began a load in this step
+        self._steps = PrefillSteps.of(facade, self._chunk_tokens, offers_first=_TELLS_WHEN_FLUSHED)
+        self._granted, self._parents = OpenGrants(), Parents(self._groups)
+        self._resumed = ResumedRequests(are_held_back=not _TELLS_WHEN_FLUSHED)
         self._group_lookups = GroupLookups(facade, self._groups, self._steps)
-        self.live = LiveRequests(self._weights)
+        self.requests = EngineRequests(
+            self._weights, None if self._several_groups else self._chunk_tokens
+        )
 
     # --- requests ---
 
@@ -164,7 +164,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         for number, tier in enumerate(self._tiers):
             if req_context.load_tier_filter.allows(tier.medium, tier.locality):
                 tiers |= 1 << number
-        self.live.begin(req_context.req_id)
+        self.requests.begin(req_context.req_id)
         params = req_context.kv_transfer_params
         if params and self.facade.has_request_scoped_tiers:
             name, packed, peer = req_context.req_id, packed_params(params), peer_of(params)
@@ -175,16 +175,11 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._ahead_of = None
-        self.live.end(req_context.req_id)
-        self._sources.pop(req_context.req_id, None)
-        self._undecided.discard(req_context.req_id)
-        self._group_lookups.end(req_context.req_id)
-        self._orders.end(req_context.req_id)
-        self._parents.end(req_context.req_id)
-        self._steps.end_request(req_context.req_id)
-        self._steps.on_idle(time.monotonic(), len(self.live) - len(self._undecided))
-        self._resumed.end(req_context.req_id)
+        self._ahead_of = self._sources_of = None
+        state = self.requests.end(req_context.req_id)
+        if state is not None:
+            self._steps.on_loaded(state.prompt)
+        self._steps.on_idle(time.monotonic(), self.requests.running)
         self.facade.on_request_finished(req_context.req_id, self._order(req_context))
 
     def _order(self, req_context: ReqContext) -> Collection[bytes]:
@@ -193,10 +188,6 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         if self._several_groups:  # they come one after the other
             return in_token_order(positions, positions)
         return positions
-
-    def _untold(self, req_context: ReqContext) -> RequestOrder | None:
-        """Return the new part of the order of a request's keys since the last call."""
-        return self._orders.untold(req_context.req_id, positions_of(req_context))
 
     # --- lookups and loads ---
 
@@ -215,7 +206,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         """Replace ``lookup`` if vLLM describes the blocks that it finds."""
         result = KVTierManager.lookup(self, key, req_context)
         if result in DESCRIBED_RESULTS:
-            parents = self._parents.of(req_context.req_id, positions_of(req_context))
+            state = self.requests.of(req_context.req_id)
+            parents = self._parents.of(state.chains, positions_of(req_context))
             self._kv_events.describe((key,), parents)
         return result
 
@@ -226,18 +218,14 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         the next step. vLLM looks up from head to tail up to the first MISS, one
         request after the other.
         """
-        request = req_context.req_id
-        if not self.live.may_load(request):
-            self._ahead = dict.fromkeys([key, *positions_of(req_context)], LookupResult.MISS)
-            self._ahead_of = req_context
-            return
-        if not self._resumed.may_load(request):
-            self._ahead = dict.fromkeys([key, *positions_of(req_context)], LookupResult.RETRY)
-            self._ahead_of = req_context
-            return
-        self._note_waits(request)
-        place = self._steps.looks_up(request, key, positions_of(req_context))
+        request, state = req_context.req_id, self.requests.of(req_context.req_id)
         self._ahead_of = req_context
+        refusal = self._refusal(state)
+        if refusal is not None:
+            self._ahead = dict.fromkeys([key, *positions_of(req_context)], refusal)
+            return
+        self.requests.wait(state)
+        place = self._steps.looks_up(state.prompt, key, positions_of(req_context))
         if place is not None and self.facade.decides_loads:
             keys = [key, *keys_behind(key, req_context, self._chunk_tokens)]
             states = self.facade.lookup_states(keys, request, place)
@@ -254,57 +242,59 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             states = self.facade.lookup_states(rest, request)
             self._ahead.update(zip(rest, map(_RESULTS.__getitem__, states), strict=False))
 
+    def _refusal(self, state: RequestState) -> LookupResult | None:
+        """Return the result of all lookups of a request that may not load in this step."""
+        if not self.requests.may_load(state):
+            return LookupResult.MISS
+        return None if self._resumed.may_load(state.runs) else LookupResult.RETRY
+
     def on_request_waits(self, request: str) -> None:
-        """Note that vLLM's connector has left a request waiting (``scheduler/resumed.py``)."""
-        self._resumed.on_wait(request)
+        """Note that vLLM's connector has left a request waiting (``workarounds/resumed.py``)."""
+        self._resumed.on_wait(self.requests.of(request).runs)
 
     def on_request_ends(self) -> None:
         """Note that vLLM returns a request's last token; a user may read metrics after that."""
         self._watch.safely("metrics", self._metrics.report_at_once)
 
-    def _note_waits(self, request: str) -> None:
-        """Note that a request is not scheduled for a step: it has no block on the GPU."""
-        self._undecided.add(request)
-        self.live.wait(request)
-
     def _lookup_in_groups(self, key: bytes, req_context: ReqContext) -> LookupResult:
         """Return where the block is. Promotions are decided when vLLM has looked up all keys."""
-        request, end_of = req_context.req_id, positions_of(req_context)
-        if request not in self._group_lookups:
-            if not self.live.may_load(request):
-                return LookupResult.MISS
-            if not self._resumed.may_load(request):
-                return LookupResult.RETRY
-            self._note_waits(request)
-            self._group_lookups.begin(request, end_of)
-        return _RESULTS[self._group_lookups.look_up(key, request, end_of)]
+        state, end_of = self.requests.of(req_context.req_id), positions_of(req_context)
+        if state not in self._group_lookups:
+            refusal = self._refusal(state)
+            if refusal is not None:
+                return refusal
+            self.requests.wait(state)
+            self._group_lookups.begin(state, end_of)
+        return _RESULTS[self._group_lookups.look_up(key, state, end_of)]
 
     @override
     def get_load_source(self, key: bytes, req_context: ReqContext) -> CacheHitSource:
-        sources = self._sources.get(req_context.req_id)
-        if sources is None:
-            sources = self.facade.load_sources(req_context.req_id)
-            self._sources[req_context.req_id] = sources
-        tier = sources.get(key)
+        if req_context is not self._sources_of:
+            self._sources = self.facade.load_sources(req_context.req_id)
+            self._sources_of = req_context
+        tier = self._sources.get(key)
         return CacheHitSource.HOST if tier is None else self._tiers[tier].hit_source
 
     @override
     def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> LoadStoreSpec:
-        request = req_context.req_id
+        request, end_of = req_context.req_id, positions_of(req_context)
+        state = self.requests.of(request)
         self._loading.append(request)
-        self._group_lookups.mark_decided(request)
-        self._steps.on_load(request, keys, positions_of(req_context))
+        self._group_lookups.mark_decided(state)
+        self._steps.on_load(state.prompt, keys, end_of)
+        order = state.order.untold(end_of)
         if not self._several_groups:
-            loaded = self.facade.prepare_load(keys, request, order=self._untold(req_context))
-            return CPULoadStoreSpec(loaded)
-        ordered = in_token_order(keys, positions_of(req_context))
-        loaded = self.facade.prepare_load(ordered, request, order=self._untold(req_context))
+            return CPULoadStoreSpec(self.facade.prepare_load(keys, request, order=order))
+        ordered = in_token_order(keys, end_of)
+        loaded = self.facade.prepare_load(ordered, request, order=order)
         slots = dict(zip(ordered, loaded, strict=True))
         return CPULoadStoreSpec([slots[key] for key in keys])
 
     @override
     def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
-        self._steps.on_loaded(req_context.req_id)
+        state = self.requests.get(req_context.req_id)
+        if state is not None:
+            self._steps.on_loaded(state.prompt)
         # vLLM's connector drops completions of loads begun before a reset.
         self.facade.complete_load(keys, req_context.req_id, epoch=self.facade.epoch)
 
@@ -321,31 +311,30 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self, keys: Collection[bytes], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         self._ahead_of = None
-        if not self.live.may_store(req_context.req_id):
+        request, end_of = req_context.req_id, positions_of(req_context)
+        state = self.requests.of(request)
+        if not self.requests.may_store(state):
             return _stores_nothing()
-        if req_context.req_id in self._undecided:  # resumed: no ``ScheduleEndContext`` names it
-            self._note_decided((req_context.req_id,))
+        if self.requests.is_undecided(request):  # resumed: no ``ScheduleEndContext`` names it
+            self._note_decided((request,))
         cuts: Sequence[int] | None = None
         offered = keys
         if self._several_groups:
-            end_of = positions_of(req_context)
             offered = ordered = in_token_order(keys, end_of)
             cuts = self._groups.cuts(ordered, end_of)
         elif self._groups.have_windows:
             cuts = range(1, len(keys) + 1)
-        self._group_lookups.mark_decided(req_context.req_id)
-        self._steps.on_offer(req_context.req_id, offered, positions_of(req_context))
-        order = self._untold(req_context)
-        grant = self.facade.prepare_store(offered, req_context.req_id, cuts=cuts, order=order)
+        self._group_lookups.mark_decided(state)
+        self._steps.on_offer(state.prompt, offered, end_of)
+        order = state.order.untold(end_of)
+        grant = self.facade.prepare_store(offered, request, cuts=cuts, order=order)
         if grant is None:
             return _stores_nothing() if self._must_not_be_offered_again else None
         granted, slots = grant.keys, grant.slots
         if granted:
-            owned = MEDIA.owned(granted, req_context.req_id, positions_of(req_context))
-            self._granted.add(req_context.req_id, grant, owned)
+            self._granted.add(request, grant, MEDIA.owned(granted, request, end_of))
             if self._describes:
-                parents = self._parents.of(req_context.req_id, positions_of(req_context))
-                self._kv_events.describe(granted, parents)
+                self._kv_events.describe(granted, self._parents.of(state.chains, end_of))
         if self._several_groups:  # vLLM takes slots in the order of its offer
             slot_of = dict(zip(granted, slots, strict=True))
             granted = [key for key in keys if key in slot_of]
@@ -377,15 +366,12 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._is_idle = False
         self._weights.on_step()
-        self._ahead_of = None
-        self._sources.clear()
         scheduled = [*context.new_req_ids, *self._loading]
-        self._loading.clear()
-        if self._undecided:
-            self._note_decided([*scheduled, *(context.preempted_req_ids or ())])
+        self._note_decided([*scheduled, *(context.preempted_req_ids or ())])
         if self._several_groups:
-            self._group_lookups.reserve(self._undecided)
-        self._resumed.end_step(scheduled)
+            self._group_lookups.reserve(self.requests.is_undecided)
+        self._resumed.end_step(state.runs for state in map(self.requests.get, scheduled) if state)
+        self._reset_step()
         self.facade.step_end()
         if self._tiers:
             self._yield_if_spinning()
@@ -401,11 +387,14 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
         Another connector brought the blocks that they have not loaded by now, or they compute them.
         """
-        decided = self._undecided.intersection(requests)
-        if decided:
-            self._undecided -= decided
-            if self._tiers or self._several_groups:  # else nothing is ever reserved
-                self.facade.on_requests_scheduled(decided)
+        decided = self.requests.pop_decided(requests)
+        if decided and (self._tiers or self._several_groups):  # else nothing is ever reserved
+            self.facade.on_requests_scheduled(decided)
+
+    def _reset_step(self) -> None:
+        """Forget what was found, and begun, in this step."""
+        self._ahead_of = self._sources_of = None
+        self._loading.clear()
 
     def _yield_if_spinning(self) -> None:
         """Let tiers' threads run while the engine steps without any work of its own.
@@ -414,7 +403,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         holds the GIL for Python's switch interval (5 ms) each time a tier's
         thread needs it. A step that computes usually takes longer than ``SPIN_S``.
         """
-        now, running = time.monotonic(), len(self.live) - len(self._undecided)
+        now, running = time.monotonic(), self.requests.running
         self._steps.on_step_end(now, running)
         spins = not running and now - self._last_step < SPIN_S
         if spins and self.facade.has_pending_work():
@@ -444,7 +433,9 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._watch.safely("metrics", lambda: self._metrics.collect(is_busy=bool(self.live)))
+        return self._watch.safely(
+            "metrics", lambda: self._metrics.collect(is_busy=bool(self.requests))
+        )
 
     # --- resets and the end ---
 
@@ -455,12 +446,10 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         Running requests store nothing until they are preempted: older weights computed their
         blocks, and vLLM offers blocks again that left a window and now belong to another request.
         """
-        self.live.reset()
-        self._ahead_of = None
-        self._sources.clear()
+        self._reset_step()
+        self.requests.reset()
         self._begin_generation()
         self._watch.safely("events", lambda: self._kv_events.reset(self._idle_work.take_events()))
-        self._undecided.clear()
         self._resumed.emptied()
         self._group_lookups.clear()
         self._granted.clear()

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from kvtier.engine.facade import SchedulerFacade
-    from kvtier.plugin_api.keys import RequestId
 
 
-class _Prompt:
+class Prompt:
     """Progress of one request's prompt, in tokens."""
 
-    __slots__ = ("computed", "end")
+    __slots__ = ("computed", "end", "is_loading")
 
-    def __init__(self, computed: int | None, end: int) -> None:
-        self.computed = computed  # None: unknown, because nothing was looked up
-        self.end = end
+    def __init__(self) -> None:
+        self.computed: int | None = None  # unknown, because nothing was looked up
+        self.end = 0
+        self.is_loading = False  # nothing is computed for it
 
 
 class PrefillSteps:
@@ -60,8 +60,7 @@ class PrefillSteps:
         self._begun = (0, 0)  # computed by the step that has begun
         self._chunk_tokens = chunk_tokens
         self._tell = tell
-        self._prompts: dict[RequestId, _Prompt] = {}
-        self._loading: set[RequestId] = set()  # nothing is computed for these
+        self._loading = 0  # prompts
         self._tokens = self._attention = 0  # of this step
         self._quiet = LAG_MAX  # steps in a row that computed no prompt
         self._began = 0.0  # the step before ended
@@ -78,69 +77,55 @@ class PrefillSteps:
             offers_first=offers_first,
         )
 
-    def looks_up(
-        self, request: RequestId, key: bytes, end_of: dict[bytes, int]
-    ) -> TokenPlace | None:
+    def looks_up(self, prompt: Prompt, key: bytes, end_of: dict[bytes, int]) -> TokenPlace | None:
         """Note that a request waits, and looks up ``key`` first. Return the key's place."""
         end = end_of.get(key) if self._is_wanted else None
         if end is None:
             return None
         first = max(0, end - self._chunk_tokens)
-        self._prompts[request] = _Prompt(first, next(reversed(end_of.values())))
+        prompt.computed, prompt.end = first, next(reversed(end_of.values()))
         return TokenPlace(first, self._chunk_tokens)
 
-    def looks_up_from(
-        self, request: RequestId, first_token: int, end_of: Mapping[bytes, int]
-    ) -> None:
+    def looks_up_from(self, prompt: Prompt, first_token: int, end_of: Mapping[bytes, int]) -> None:
         """Note the same for a request whose keys belong to several groups."""
         if self._is_wanted:
-            self._prompts[request] = _Prompt(first_token, max(end_of.values(), default=0))
+            prompt.computed, prompt.end = first_token, max(end_of.values(), default=0)
 
-    def on_load(
-        self, request: RequestId, keys: Collection[bytes], end_of: dict[bytes, int]
-    ) -> None:
+    def on_load(self, prompt: Prompt, keys: Collection[bytes], end_of: dict[bytes, int]) -> None:
         """Note that the GPU reads a request's prompt up to the last of ``keys``.
 
         It computes none of these tokens. Several groups are all read up to the same token.
         """
         if not self._is_wanted:
             return
-        prompt = self._prompts.get(request)
-        if prompt is not None and prompt.computed is not None and keys:
+        if prompt.computed is not None and keys:
             prompt.computed = max(prompt.computed, end_of.get(_last(keys), 0))
-        self._loading.add(request)
+        self._loading += not prompt.is_loading
+        prompt.is_loading = True
 
-    def on_loaded(self, request: RequestId) -> None:
-        """Note that the GPU has read them."""
-        self._loading.discard(request)
+    def on_loaded(self, prompt: Prompt) -> None:
+        """Note that the GPU has read them, or that the request is over."""
+        self._loading -= prompt.is_loading
+        prompt.is_loading = False
 
-    def on_offer(
-        self, request: RequestId, keys: Collection[bytes], end_of: dict[bytes, int]
-    ) -> None:
+    def on_offer(self, prompt: Prompt, keys: Collection[bytes], end_of: dict[bytes, int]) -> None:
         """Note that a request has computed its prompt up to the last of ``keys``."""
         if not (keys and self._is_wanted):
             return
-        end = end_of.get(_last(keys), 0)
-        prompt = self._prompts.get(request)
-        if prompt is None:  # there was nothing to look up; how much the GPU had is unknown
-            self._prompts[request] = _Prompt(end, next(reversed(end_of.values()), 0))
+        end, before = end_of.get(_last(keys), 0), prompt.computed
+        if before is None:  # there was nothing to look up; how much the GPU had is unknown
+            prompt.computed, prompt.end = end, next(reversed(end_of.values()), 0)
             return
-        before = prompt.computed
         end = min(end, prompt.end)
-        if before is None or end <= before:
+        if end <= before:
             return
         prompt.computed = end
         self._tokens += end - before
         self._attention += end * end - before * before
 
-    def end_request(self, request: RequestId) -> None:
-        """Forget a request."""
-        self._prompts.pop(request, None)
-        self._loading.discard(request)
-
     def on_idle(self, now: float, others: int) -> None:
         """Note the time if none of ``others`` running requests computes anything any more."""
-        if others <= len(self._loading) and self._was_busy and self._busy_until is None:
+        if others <= self._loading and self._was_busy and self._busy_until is None:
             self._busy_until = now
 
     def on_step_end(self, now: float, others: int) -> None:
@@ -157,7 +142,7 @@ class PrefillSteps:
             self._tell(tokens, attention, until - self._began if self._was_busy else None)
         self._began = now
         self._busy_until = None
-        self._was_busy = others > len(self._loading)
+        self._was_busy = others > self._loading
 
 
 def _last(keys: Collection[bytes]) -> bytes:

@@ -1,8 +1,8 @@
 """Wraps four methods of vLLM's connector to get facts that vLLM does not pass to the manager.
 
 In the scheduler: how far each group looks back, and which are a draft's
-(``memory/group_kinds.py``); which requests it leaves waiting (``scheduler/resumed.py``), or
-start from a hit in vLLM's own prefix cache (``scheduler/live_requests.py``); and that a request
+(``memory/group_kinds.py``); which requests it leaves waiting (``resumed.py``), or
+start from a hit in vLLM's own prefix cache (``scheduler/requests.py``); and that a request
 ends in this step, which vLLM reports in the next (``scheduler/metrics.py``). In workers: how the
 KV caches are laid out (``identity/page_facts.py``). With 0.32 a fifth method is wrapped, to keep
 the connector from storing the wrong blocks of a prompt that a client streams. The first wrapper
@@ -127,9 +127,9 @@ def _telling_who_waits(real: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:  # noqa: ANN401 - as above
         found = real(connector, request, num_computed_tokens, *rest, **named)
         if num_computed_tokens:
-            live = getattr(connector.manager, "live", None)
-            if live is not None:
-                live.on_gpu_hit(request.request_id)
+            requests = getattr(connector.manager, "requests", None)
+            if requests is not None:
+                requests.on_gpu_hit(request.request_id)
         if found[0] is None:
             on_request_waits = getattr(connector.manager, "on_request_waits", None)
             if on_request_waits is not None:

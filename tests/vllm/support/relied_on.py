@@ -37,7 +37,7 @@ _PLAIN = {*dir(int), *dir(str), *dir(tuple)}  # what a vLLM class has from Pytho
 
 def lines() -> list[str]:
     """Return a line for each name, member and signature, sorted."""
-    trees = [ast.parse(path.read_text()) for path in sorted(ADAPTER.glob("*.py"))]
+    trees = [ast.parse(path.read_text()) for path in sorted(ADAPTER.rglob("*.py"))]
     mentioned = {name for tree in trees for name in _mentioned_by(tree)}
     found: set[str] = set()
     for module, name in {*REACHED, *(each for tree in trees for each in _imported_by(tree))}:

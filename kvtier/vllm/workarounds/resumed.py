@@ -10,52 +10,58 @@ vLLM doesn't report which requests run: a preempted request is scheduled again w
 a request preempted by a reset is reported as such at the end of the step that runs it again. So
 lookups of a request that has run succeed only in the step after one in which it certainly waited.
 Otherwise it gets RETRY, and waits one more step. Only the connector's result shows which requests
-wait (``workarounds/connector_hooks.py``): if chunks of several groups differ in length, a request
+wait (``connector_hooks.py``): if chunks of several groups differ in length, a request
 that got RETRY may run all the same.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+NO_STEP: Final = -2
+
+
+class Runs:
+    """In which steps one request has run, or waited."""
+
+    __slots__ = ("have_run", "waited_before", "waits")
+
+    def __init__(self) -> None:
+        self.have_run = False
+        self.waits = self.waited_before = NO_STEP  # the last two steps in which it certainly did
+
 
 class ResumedRequests:
-    """State of requests that have run, from one step to the next."""
+    """Tells who may load in a step. Scheduler thread."""
 
     def __init__(self, *, are_held_back: bool) -> None:
         """``are_held_back``: False if vLLM accepts a load in any step."""
         self._are_held_back = are_held_back
-        self._have_run: set[str] = set()
-        self._waited: set[str] = set()  # in the last step, for certain
-        self._wait: set[str] = set()  # in this one
+        self._step = 0
         self._is_empty = False  # nothing can be loaded in this step
 
-    def end(self, request: str) -> None:
-        """Note that a request is over."""
-        self._have_run.discard(request)
-        self._waited.discard(request)
-        self._wait.discard(request)
-
-    def may_load(self, request: str) -> bool:
+    def may_load(self, runs: Runs) -> bool:
         """Return whether a request may load in this step; else it must look up again later."""
-        if not (self._are_held_back and request in self._have_run):
+        if not (self._are_held_back and runs.have_run):
             return True
-        return request in self._waited or self._is_empty
+        waited = runs.waited_before if runs.waits == self._step else runs.waits
+        return waited == self._step - 1 or self._is_empty
 
-    def on_wait(self, request: str) -> None:
+    def on_wait(self, runs: Runs) -> None:
         """Note that a request is not scheduled in this step, and looks up again in a later one."""
-        self._wait.add(request)
+        if runs.waits != self._step:
+            runs.waited_before, runs.waits = runs.waits, self._step
 
     def emptied(self) -> None:
         """Note that there is nothing to load, until the next step."""
         self._is_empty = True
 
-    def end_step(self, scheduled: Iterable[str]) -> None:
+    def end_step(self, scheduled: Iterable[Runs]) -> None:
         """Record vLLM's report of a step. ``scheduled``: for the first time, or to load."""
-        self._have_run.update(scheduled)
-        self._waited, self._wait = self._wait, self._waited
-        self._wait.clear()
+        for runs in scheduled:
+            runs.have_run = True
+        self._step += 1
         self._is_empty = False

@@ -1,0 +1,121 @@
+"""Keeps what is known of the engine's requests: one object for each, made and ended here.
+
+KV data computed with several weights belongs to none of them. So a request stores nothing if it
+ran while weights or its LoRA adapter were replaced, or if it begins with KV data of older weights
+from vLLM's own prefix cache. A request that waits again, without a block on the GPU, may store:
+all of it is recomputed.
+
+A request is *undecided* from its first lookup on until it runs, or loads: what was reserved for it
+ends with that decision.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtier.vllm.identity.adapters import ADAPTERS
+from kvtier.vllm.scheduler.groups import Chains, TokenOrder
+from kvtier.vllm.scheduler.prefill_steps import Prompt
+from kvtier.vllm.workarounds.resumed import Runs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvtier.vllm.identity.weight_updates import EngineWeights
+
+
+class RequestState:
+    """One request, from its announcement to its end."""
+
+    __slots__ = ("chains", "is_mixed", "name", "order", "prompt", "runs", "was_refused")
+
+    def __init__(self, name: str, chunk_tokens: int | None) -> None:
+        """``chunk_tokens``: the tokens that each key covers, if there is one group; else None."""
+        self.name = name
+        self.is_mixed = False  #: computed with several weights
+        self.was_refused = False  #: its prefix had no room in the last step
+        self.order = TokenOrder(chunk_tokens)  #: of its keys, as far as it was reported
+        self.chains = Chains()  #: which of its blocks is before which
+        self.prompt = Prompt()  #: how much of it is computed
+        self.runs = Runs()  #: in which steps it has run, or waited
+
+    def refuse(self, *, is_refused: bool) -> None:
+        """Note whether its prefix had no room in this step."""
+        self.was_refused = is_refused
+
+
+class EngineRequests:
+    """The requests of one manager. Scheduler thread."""
+
+    def __init__(self, weights: EngineWeights, chunk_tokens: int | None) -> None:
+        """``chunk_tokens``: that of ``RequestState``."""
+        self._weights = weights
+        self._chunk_tokens = chunk_tokens
+        self._of: dict[str, RequestState] = {}
+        self._undecided: dict[str, RequestState] = {}
+
+    def __len__(self) -> int:
+        """Return the number of requests that vLLM has announced, and not ended."""
+        return len(self._of)
+
+    @property
+    def running(self) -> int:
+        """The number of requests that are decided on."""
+        return len(self._of) - len(self._undecided)
+
+    def begin(self, name: str) -> RequestState:
+        """Add a request, unless it is there. Weights may have changed while there was none."""
+        if not self._of:
+            self._weights.on_first_request()
+        return self._of.setdefault(name, RequestState(name, self._chunk_tokens))
+
+    def get(self, name: str) -> RequestState | None:
+        """Return the state of a request; None: it has ended, or was never announced."""
+        return self._of.get(name)
+
+    def of(self, name: str) -> RequestState:
+        """Return the state of a request, which begins now if it was not announced."""
+        return self._of.get(name) or self.begin(name)
+
+    def end(self, name: str) -> RequestState | None:
+        """Forget a request; return what was known of it."""
+        self._undecided.pop(name, None)
+        ADAPTERS.mixed.discard(name)
+        return self._of.pop(name, None)
+
+    def reset(self) -> None:
+        """Note that the weights may have changed: nothing is reserved for any request."""
+        for state in self._of.values():
+            state.is_mixed = True
+            state.was_refused = False
+        self._undecided.clear()
+
+    # --- decisions ---
+
+    def wait(self, state: RequestState) -> None:
+        """Note that a request is not scheduled for a step: it has no block on the GPU."""
+        self._undecided[state.name] = state
+        state.is_mixed = False
+
+    def is_undecided(self, name: str) -> bool:
+        """Return whether a request has looked up keys, and may wait."""
+        return name in self._undecided
+
+    def pop_decided(self, names: Iterable[str]) -> list[str]:
+        """Return those of the requests that were undecided. They no longer are."""
+        return [name for name in names if self._undecided.pop(name, None) is not None]
+
+    # --- what may be stored ---
+
+    def on_gpu_hit(self, name: str) -> None:
+        """Note that a request begins with a hit in vLLM's own prefix cache."""
+        if self._weights.gpu_is_stale:
+            self.of(name).is_mixed = True
+
+    def may_load(self, state: RequestState) -> bool:
+        """Return whether stored blocks may be loaded for a request."""
+        return state.name not in ADAPTERS.mixed
+
+    def may_store(self, state: RequestState) -> bool:
+        """Return whether a request may be stored."""
+        return not state.is_mixed and state.name not in ADAPTERS.mixed
