@@ -14,8 +14,7 @@ from kvtier.engine.link.admission_gate import AdmissionGate
 from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.engine.link.tier_link import TierLink
 from kvtier.engine.primary.primary_tier import PrimaryTier
-from kvtier.engine.staged.staged_facade import StagedEngine, StagedFacade
-from kvtier.engine.staged.staged_tier import StagedTier
+from kvtier.engine.staged.staged_facade import StagedFacade
 from kvtier.errors import ConfigError
 from kvtier.hosts.choose import make_host
 from kvtier.hosts.machine_time import from_machine_time, to_machine_time
@@ -113,39 +112,21 @@ def open_staged_tier(
     """
     from kvtier.hosts.copier import BlockCopier  # noqa: PLC0415 - NumPy: most need none
 
-    cell = EngineCell()
-    to_staged, to_link, from_tier, from_copier = (
-        cell.mailbox(),
-        cell.mailbox(),
-        cell.inbox(),
-        cell.inbox(),
+    runtime = open_runtime(
+        config, staging, namespace, collect_events=collect_events, engine=engine, clock=clock
     )
-    (tier,) = _make_tiers(config, staging, namespace, [from_tier], engine, clock)
-    if tier.traits is not None and tier.traits.request_scoped:
-        tier.close(0.0)
+    name = config.tiers[0].name
+    if runtime.has_request_scoped_tiers:
+        runtime.close()
         raise ConfigError(
-            f"secondary tier {tier.name}: it is request-scoped, which vLLM's own tiering does not "
+            f"secondary tier {name}: it is request-scoped, which vLLM's own tiering does not "
             "support. Choose another type, or use kvtier's spec."
         )
-    copier = BlockCopier(tier.name, slots, staging, from_copier)
-    built = build_staged_tier(
-        cell,
-        config,
-        waiting_stores_max=max(1, int(slots.slot_count * config.cascade_slots_fraction_max)),
-        mailboxes=(to_staged, to_link, from_tier, from_copier),
-        tier=to_machine_time(tier, clock),
-        copier=copier,
-        collect_events=collect_events,
-    )
-    if tier.traits is not None:  # else reported once the tier can be used
-        built.link.set_traits(tier.traits)
-    tier.start()
     return StagedFacade(
-        built,
-        tier,
-        copier,
-        close_timeout_s=config.close_timeout_s,
-        generations=Generations(config.weights_version, keep=config.keeps_on_reset),
+        runtime,
+        config,
+        BlockCopier(name, slots, staging),
+        waiting_stores_max=max(1, int(slots.slot_count * config.cascade_slots_fraction_max)),
         clock=clock,
     )
 
@@ -179,35 +160,6 @@ def _is_connecting(tier: TierStatistics, also_open: bool) -> bool:  # noqa: FBT0
     disabled = tier.breaker == BreakerState.DISABLED.name
     opens = also_open and not tier.is_open
     return (opens or tier.connection == Connection.CONNECTING.name) and not disabled
-
-
-def build_staged_tier(
-    cell: EngineCell,
-    config: RuntimeConfig,
-    *,
-    waiting_stores_max: int,
-    mailboxes: tuple[OwnedMailbox, OwnedMailbox, OwnedMailbox, OwnedMailbox],
-    tier: Mailbox,
-    copier: Mailbox,
-    collect_events: bool,
-) -> StagedEngine:
-    """Wire up the engine's end of a staged tier.
-
-    ``mailboxes``: of the staged tier, of its link, for messages from the tier, and for messages
-    from the copier.
-    """
-    to_staged, to_link, from_tier, from_copier = mailboxes
-    staged = StagedTier(
-        config,
-        waiting_stores_max=waiting_stores_max,
-        link=to_link,
-        copier=copier,
-        reply=cell.reply,
-    )
-    cell.add(staged, to_staged, from_copier)
-    mailboxes_of_link = (to_link, from_tier)
-    link = _add_link(cell, config, 0, tier, to_staged, mailboxes_of_link, collects=collect_events)
-    return StagedEngine(cell, staged, link)
 
 
 class Engine:

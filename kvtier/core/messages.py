@@ -164,6 +164,26 @@ class StepEnd(Message, frozen=True, gc=False):
     now: float
 
 
+class PromoteKeys(Message, frozen=True, gc=False):
+    """Promote these blocks, in any order. Answered with their states, of as many as have room."""
+
+    keys: tuple[Key, ...]
+    request: RequestId
+
+
+class AskStored(Message, frozen=True, gc=False):
+    """Does the tier have these? Answered with key → True, False, or None while it stores them."""
+
+    keys: tuple[Key, ...]
+    tier: int
+
+
+class Discard(Message, frozen=True, gc=False):
+    """These blocks are of no more use here: evict those that may be."""
+
+    keys: tuple[Key, ...]
+
+
 class LoadSources(Message, frozen=True, gc=False):
     """Which blocks of this request did tiers deliver? Answered with key → the tier's number."""
 

@@ -334,6 +334,28 @@ class SchedulerFacade:
         """Note that blocks were used, from head to tail, though perhaps not read from here."""
         self._ask(m.Touch(keys=tuple(keys), request=request))
 
+    # --- host memory that is only passed through (``kvtier/engine/staged/staged_facade.py``) ---
+
+    def promote(self, keys: Collection[Key], request: RequestId) -> list[BlockState] | None:
+        """Have ``keys`` loaded, each for itself; return their states, up to where room ends.
+
+        READY is as for ``lookup_state``. None: the primary tier broke.
+        """
+        states = self._ask(m.PromoteKeys(tuple(keys), request))
+        return None if states is NO_REPLY else cast("list[BlockState]", states)
+
+    def are_stored(self, keys: Collection[Key], tier: int) -> dict[Key, bool | None] | None:
+        """Return whether the tier has the blocks. None for a block: it may be storing it.
+
+        None: the primary tier broke.
+        """
+        stored = self._ask(m.AskStored(tuple(keys), tier))
+        return None if stored is NO_REPLY else cast("dict[Key, bool | None]", stored)
+
+    def discard(self, keys: Collection[Key]) -> None:
+        """Evict these blocks now, but not those that are held, or were READY in this step."""
+        self._ask(m.Discard(tuple(keys)))
+
     # --- steps ---
 
     def step_end(self) -> None:

@@ -8,47 +8,56 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import TYPE_CHECKING, Final
+from collections import deque
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from kvtier.core.staging_messages import BlocksCopied, CopyBlocks
-from kvtier.errors import InternalError
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.threads import daemon_thread
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
-    from kvtier.core.actor import Mailbox
-    from kvtier.core.wire import Message
     from kvtier.plugin_api.slot_memory import SlotMemory
 
 _STOP: Final = None
 
 
-class BlockCopier:
-    """Carries out copies in the order in which they are posted."""
+class _Copy(NamedTuple):
+    number: int
+    slots: Sequence[int]
+    staging: Sequence[int]
+    to_staging: bool
 
-    def __init__(self, name: str, slots: SlotMemory, staging: SlotMemory, done: Mailbox) -> None:
-        """``slots``: the program's, released by ``stop``. ``done``: takes ``BlocksCopied``."""
+
+class BlockCopier:
+    """Carries out copies in the order in which they are started."""
+
+    def __init__(self, name: str, slots: SlotMemory, staging: SlotMemory) -> None:
+        """``slots``: the program's, released by ``stop``."""
         self._slots = slots
-        self._done = done
+        self._ended: deque[tuple[int, bool]] = deque()
         self._program: NDArray[np.uint8] | None = _rows(slots)
         self._staging = _rows(staging)
         self._posted_blocks = 0  # written by the program's thread only
         self._ended_blocks = 0  # written by the copier's thread only
-        self._queue: queue.SimpleQueue[CopyBlocks | threading.Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Copy | threading.Event | None] = queue.SimpleQueue()
         self._thread = daemon_thread(self._work, f"kvtier-{name}-copy")
         self._thread.start()
 
-    def post(self, message: Message) -> bool:
-        """Take a copy. Never full: there are at most as many as staging slots."""
-        if not isinstance(message, CopyBlocks):
-            raise InternalError(f"a copier does not understand {type(message).__name__}")
-        self._posted_blocks += len(message.slots)
-        self._queue.put(message)
-        return True
+    def start(
+        self, copy: int, slots: Sequence[int], staging: Sequence[int], *, to_staging: bool
+    ) -> None:
+        """Begin a copy with this number, between the program's slots and staging slots."""
+        self._posted_blocks += len(slots)
+        self._queue.put(_Copy(copy, slots, staging, to_staging))
+
+    def pop_ended(self) -> list[tuple[int, bool]]:
+        """Return the copies that have ended, and whether they succeeded."""
+        return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def backlog_bytes(self) -> int:
         """Return the number of bytes still to copy."""
@@ -73,10 +82,10 @@ class BlockCopier:
             if isinstance(work, threading.Event):
                 work.set()
             else:
-                self._done.post(BlocksCopied(work.copy, self._copied(work)))
+                self._ended.append((work.number, self._copied(work)))
                 self._ended_blocks += len(work.slots)
 
-    def _copied(self, work: CopyBlocks) -> bool:
+    def _copied(self, work: _Copy) -> bool:
         """Copy. Return False if the numbers are wrong: the blocks must not be used then."""
         program, staging = self._program, self._staging
         assert program is not None
@@ -93,7 +102,7 @@ class BlockCopier:
         return True
 
 
-def _check(work: CopyBlocks) -> None:
+def _check(work: _Copy) -> None:
     """Refuse numbers that NumPy would count from the end. It refuses too large ones itself."""
     if min((*work.slots, *work.staging), default=0) < 0:
         raise IndexError(work)

@@ -89,7 +89,8 @@ def read_secondary_tier(
     )
     (read,) = config.tiers
     refuse_behind_vllm(read)
-    return replace(config, tiers=(replace(read, name=f"{number}:{read.type}"),))
+    named = replace(read, name=f"{number}:{read.type}")
+    return replace(config, tiers=(named,), eviction_policy="lru")  # nothing stays in it
 
 
 def refuse_behind_vllm(tier: TierConfig) -> None:

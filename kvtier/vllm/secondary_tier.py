@@ -8,7 +8,7 @@ It is an entry of ``secondary_tiers`` of vLLM's ``TieringOffloadingSpec``::
 The primary tier, its slots and its policy are vLLM's; they are managed in
 ``vllm/v1/kv_offload/tiering/manager.py``. Its manager reuses a slot as soon as a job has
 finished, and waits for that without a limit. So no storage gets a view of its memory:
-``kvtier/engine/staged/staged_tier.py`` has the reason and the rules.
+``kvtier/engine/staged/staged_facade.py`` has the reason and the rules.
 
 All methods run on vLLM's scheduler thread, or under its manager's lock. None waits for the
 tier except ``drain_jobs`` and ``shutdown``, and those for ``close_timeout_s`` at most.
@@ -51,7 +51,7 @@ from kvtier.vllm.workarounds.connectors_beside import OWN_SPEC, check_place_of_t
 from kvtier.vllm.workarounds.guarded_observer import GuardedObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
-    from kvtier.core.staging_messages import Finished
     from kvtier.core.statistics import TierStatistics
+    from kvtier.engine.staged.staged_job import Finished
     from kvtier.settings.runtime_config import RuntimeConfig
 
 _MEANING: Final = {
@@ -153,9 +153,9 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
             **({"connecting": ", ".join(connecting)} if connecting else {}),
         )
 
-    def _polled(self) -> list[TierStatistics]:
+    def _polled(self) -> Sequence[TierStatistics]:
         self._facade.has_pending_work()
-        return [self._facade.statistics()]
+        return self._facade.statistics().tiers
 
     # --- requests and lookups ---
 
@@ -231,9 +231,11 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._watch.safely(
-            "metrics", lambda: self._metrics.collect(self._facade.statistics(), self._facade.faults)
-        )
+        return self._watch.safely("metrics", self._collected)
+
+    def _collected(self) -> OffloadingConnectorStats | None:
+        now = self._facade.statistics()
+        return self._metrics.collect(now.tiers[0], now.faults)
 
     @classmethod
     @override
@@ -253,7 +255,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
 
     def config_info(self) -> Mapping[str, str | int | float | bool]:
         """Return the labels of a vLLM tier hosted inside (called by vLLM 0.33)."""
-        return self._hosting.labels_of.get(self._facade.statistics().name, {})
+        return self._hosting.labels_of.get(self._facade.statistics().tiers[0].name, {})
 
     # --- resets and the end ---
 

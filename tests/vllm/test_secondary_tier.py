@@ -73,7 +73,7 @@ def test_a_tier_has_reached_its_server_when_the_manager_is_made(tmp_path: Path) 
     with running_server("valkey", tmp_path / "server") as server:
         patient = {"connect_timeout_s": PATIENCE_S, "startup_connect_timeout_s": PATIENCE_S}
         with tiering({"type": "redis", "url": server.url, **patient}) as running:
-            assert running.tier._facade.statistics().connection == "UP"
+            assert running.tier._facade.statistics().tiers[0].connection == "UP"
             pushed_out(running)
             assert running.load(KEYS) == len(KEYS)
 
@@ -189,8 +189,8 @@ def test_a_load_that_ends_late_writes_to_no_slot_that_has_been_given_away() -> N
         pushed_out(running)
         assert running.load(KEYS) == 0
         running.store(OTHERS)  # all slots are theirs now
-        staging = running.tier._facade._staged._slots
-        until(lambda: running.step() or staging.free_count == staging._count)
+        staging = running.tier._facade.statistics
+        until(lambda: running.step() or not staging().primary.quarantined_slots)
         context = running.begin(OTHERS)
         assert set(running.find(OTHERS, context)) == {LookupResult.HIT}
         for key, slot in zip(OTHERS, slots_of(running, OTHERS, context), strict=True):
@@ -265,7 +265,7 @@ def test_a_tier_whose_actor_breaks_is_a_miss_and_ends_its_jobs() -> None:
         for _ in range(3):
             running.look_up(KEYS, context)
         assert running.manager._jobs
-        running.tier._facade._staged.stop()
+        running.tier._facade._runtime._primary.stop()
         assert set(running.find(KEYS, context)) == {LookupResult.MISS}
         assert not running.manager._jobs
         running.store(OTHERS)
@@ -385,7 +385,7 @@ def fold(running: Tiering, told: set[bytes]) -> set[bytes]:
 
 
 def resident(running: Tiering) -> set[bytes]:
-    tier = running.tier._facade._tier._cell._tier
+    tier = running.tier._facade._runtime._tiers[0]._cell._tier
     return set(tier._resident)
 
 

@@ -113,6 +113,14 @@ class Eviction:
         then, self._waiting = self._waiting, None
         return then
 
+    def discard(self, keys: Iterable[Key]) -> None:
+        """Evict those of the keys that may go now, into ``evicted``."""
+        self.evicted = []
+        self._evict(keys)
+        self._refused.clear()
+        if self.evicted:
+            self.policy.post(m.Gone(keys=tuple(self.evicted)))
+
     def _evict(self, victims: Iterable[Key]) -> None:
         """Evict those of the victims that may go."""
         slots, slot_of = self._slots, self._slot_of

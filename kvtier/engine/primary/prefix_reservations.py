@@ -12,6 +12,9 @@ with full attention every block of the prefix, with a sliding window (or a
 recurrent state) the last ones. So blocks are considered together, by the token
 that each ends at. One group at a time would fill the room with blocks of the
 first group, and serve no prefix.
+
+A caller that reads a block as soon as it is READY, and then discards it, has blocks promoted each
+for itself (``PromoteKeys``): it needs no room for all at once.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from kvtier.engine.primary.promotions import Promotions
     from kvtier.engine.primary.requests import Request
     from kvtier.engine.primary.slot_table import SlotTable
-    from kvtier.plugin_api.keys import Key
+    from kvtier.plugin_api.keys import Key, RequestId
 
 
 REFUSED: Final = 0
@@ -71,6 +74,7 @@ class PrefixReservations:
             Survey: self.survey,
             ReservePrefix: self.reserve,
             ReserveAfterEviction: self.reserve_after_eviction,
+            m.PromoteKeys: self.promote,
         }
 
     def survey(self, message: Survey) -> None:
@@ -192,11 +196,41 @@ class PrefixReservations:
             elif self._slots.is_ready(slot) and slot not in self._slots.leased:
                 self._promotions.lease(key, slot, name)
                 kept.append(key)
-        self._directory.stop_probing(new)
         if kept:
             self.policy.post(m.Held(tuple(kept)))
+        self._admit(new, name)
+
+    def _admit(self, new: Sequence[Key], request: RequestId) -> None:
+        self._directory.stop_probing(new)
         if new:
-            self.policy.post(m.Admitted(tuple(new), name, held=True))
+            self.policy.post(m.Admitted(tuple(new), request, held=True))
+
+    def promote(self, message: m.PromoteKeys) -> None:
+        """Promote blocks, each for itself; reply with the states up to where room ends."""
+        request, name = self._requests.get(message.request), message.request
+        room = min(self._promotions.room(), self._slots.free_count())
+        states: list[BlockState] = []
+        new: list[Key] = []
+        for key in message.keys:
+            slot = self._slot_of.get(key)
+            tier = NOWHERE
+            if slot is None and request is not None:
+                tier = self._directory.find(key, request.search)
+            if slot is not None:
+                states.append(READY if self._slots.is_ready(slot) else FILLING)
+            elif tier == NOWHERE:
+                states.append(ABSENT)
+            elif tier == ASKING:
+                states.append(BlockState.PROBING)
+            elif len(new) == room:
+                break
+            else:
+                slot = self._slots.allocate_for_tier(key, tier)
+                self._promotions.start(key, slot, name, tier)
+                new.append(key)
+                states.append(FILLING)
+        self._admit(new, name)
+        self.reply(states)
 
 
 class Prefix(NamedTuple):

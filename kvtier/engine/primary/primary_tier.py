@@ -118,6 +118,8 @@ class PrimaryTier(Actor):
             m.PrepareStore: self._prepare_store,
             StoreAfterEviction: self._store_after_eviction,
             m.CompleteStore: self._complete_store,
+            m.AskStored: self._ask_stored,
+            m.Discard: self._discard,
             m.Touch: self._touch,
             m.RequestStarted: self._request_started,
             m.RequestFinished: self._request_finished,
@@ -180,14 +182,19 @@ class PrimaryTier(Actor):
 
     def _victims(self, message: m.Victims) -> None:
         then = self._eviction.evict(message.keys)
-        if then is None:
-            return
-        evicted = self._eviction.evicted
-        if evicted:
-            self.counts.evictions += len(evicted)
-            self._cascades.leave(evicted)
-            self._events.add(EventKind.REMOVED, evicted)
-        self.receive(then)
+        if then is not None:
+            self._evicted(self._eviction.evicted)
+            self.receive(then)
+
+    def _evicted(self, keys: Sequence[Key]) -> None:
+        if keys:
+            self.counts.evictions += len(keys)
+            self._cascades.leave(keys)
+            self._events.add(EventKind.REMOVED, keys)
+
+    def _discard(self, message: m.Discard) -> None:
+        self._eviction.discard(message.keys)
+        self._evicted(self._eviction.evicted)
 
     def _new_policy(self, message: wire.PolicyBroke | wire.PolicyReturned) -> None:
         self.counts.policies_replaced += isinstance(message, wire.PolicyBroke)
@@ -365,6 +372,17 @@ class PrimaryTier(Actor):
             return
         self.slots.unpin(message.slots)
         self._unhold(message.keys, message.slots)
+
+    def _ask_stored(self, message: m.AskStored) -> None:
+        tier, pins = message.tier, self.slots.pins
+        is_cut_off = not self._cascades.takers >> tier & 1
+        self.reply(
+            {
+                key: self._directory.knows(key, tier)
+                or (False if is_cut_off or self._slot_of.get(key) not in pins else None)
+                for key in message.keys
+            }
+        )
 
     # --- failed fills, and leases ---
 

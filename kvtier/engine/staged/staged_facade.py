@@ -1,36 +1,54 @@
 """Offers one tier to another program's tiering: synchronous calls that never wait for the tier.
 
-Like ``kvtier/engine/facade.py``, but the primary tier is the program's own: the bytes
-of a job go through staging slots (``kvtier/engine/staged/staged_tier.py``). All methods belong to
-one thread at a time.
+The other program (vLLM's tiering) has slots of its own, gives them to a job, and takes them
+back when the job has finished. It waits for that without a deadline, and has no quarantine.
+So storage never touches its slots. Between them and the tier is a runtime as any other, whose
+primary tier is the staging memory, and one of kvtier's threads copies::
 
-If the tier's actor breaks, lookups find no block any more, and every job finishes as failed.
+    load:   tier → promotion → READY → copy → the program's slot → finished
+    store:  the program's slot → copy → READY → cascade → finished
+
+A copy within memory ends soon, whatever the storage does. So a job can be finished at any moment
+when no copy of it runs: its tier may then still read or write staging slots only, which are not
+reused until the tier releases them.
+
+- A job has a deadline, counted from its submission. Blocks that have not arrived by then fail.
+- A job may be longer than the staging memory: a block leaves that when it has been copied, or
+  stored, and the next one takes its slot. Nothing is cached there.
+- The tier writes a store's bytes as they were when copied, whenever it writes them.
+- Stores take what a tier's cascades may pin, so that loads find free slots.
+- A request whose end is reported while it loads ends with its last load.
+
+All methods belong to one thread at a time. If the runtime's primary tier breaks, lookups find no
+block any more, and every job finishes as failed.
+
+# Invariant: the program's slot of a block is touched by a copy of a running job only.
+#            Checked: _end_copies, a_slot_of_the_program_is_touched_by_a_copy_of_a_running_job_only.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
+from itertools import islice
+from typing import TYPE_CHECKING, Final, Protocol
 
-from kvtier.core import messages as m
-from kvtier.core import staging_messages as s
-from kvtier.core import wire
-from kvtier.core.actor import Mailbox
 from kvtier.core.block_state import BlockState
-from kvtier.engine.cell import NO_REPLY, EngineCell
-from kvtier.plugin_api.log import log
+from kvtier.core.events import PRIMARY
+from kvtier.engine.staged.staged_job import StagedJob
+from kvtier.errors import Misuse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvtier.core.events import Event
-    from kvtier.core.generations import Generations
-    from kvtier.core.statistics import TierStatistics
-    from kvtier.core.tier_host import TierHost
-    from kvtier.core.wire import Message
-    from kvtier.engine.link.tier_link import TierLink
-    from kvtier.engine.staged.staged_tier import StagedTier
+    from kvtier.core.statistics import Statistics
+    from kvtier.engine.facade import SchedulerFacade
+    from kvtier.engine.staged.staged_job import Finished
     from kvtier.plugin_api.keys import Key, RequestId
+    from kvtier.settings.runtime_config import RuntimeConfig
+
+TIER: Final = 0
+"""The number of the one tier."""
 
 DRAIN_POLL_S: Final = 0.001
 
@@ -38,8 +56,16 @@ COPY_WAIT_BYTES_MAX: Final = 4 << 20
 """Copies of up to this size, half a millisecond, are waited for: else they cost a whole step."""
 
 
-class Copier(Mailbox, Protocol):
-    """Carries out ``CopyBlocks`` messages, one after the other."""
+class Copier(Protocol):
+    """Copies blocks between the program's slots and staging slots, one copy after the other."""
+
+    def start(
+        self, copy: int, slots: Sequence[int], staging: Sequence[int], *, to_staging: bool
+    ) -> None:
+        """Begin a copy with this number. ``slots``: the program's."""
+
+    def pop_ended(self) -> list[tuple[int, bool]]:
+        """Return the copies that have ended, and whether they succeeded."""
 
     def backlog_bytes(self) -> int:
         """Return the number of bytes still to copy."""
@@ -51,12 +77,16 @@ class Copier(Mailbox, Protocol):
         """End every copy, and release the program's slots."""
 
 
-class StagedEngine(NamedTuple):
-    """The actors of one staged tier, wired to one another."""
+class _Request:
+    """A running request of the program."""
 
-    cell: EngineCell
-    staged: StagedTier
-    link: TierLink
+    __slots__ = ("generation", "has_ended", "missed", "order")
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation  # of the weights that computed its blocks
+        self.missed: set[Key] = set()  # blocks that no load delivered to it
+        self.has_ended = False  # for the program: its loads still run
+        self.order: Iterable[Key] | None = None
 
 
 class StagedFacade:
@@ -64,48 +94,65 @@ class StagedFacade:
 
     def __init__(
         self,
-        engine: StagedEngine,
-        tier: TierHost,
+        runtime: SchedulerFacade,
+        config: RuntimeConfig,
         copier: Copier,
         *,
-        close_timeout_s: float,
-        generations: Generations,
+        waiting_stores_max: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._cell, self._staged, self._link = engine
-        self._cell.tell_time(clock, [self._link.time])
-        self._tier = tier
+        """``runtime``: of one tier; its primary tier's slots are the staging slots.
+
+        ``waiting_stores_max``: blocks that may wait for a staging slot, pinned by the program.
+        """
+        self._runtime = runtime
+        self._config = config
         self._copier = copier
-        self._close_timeout_s = close_timeout_s
-        self._generations = generations
+        self._waiting_stores_max = waiting_stores_max
         self._clock = clock
-        self._unfinished: dict[int, tuple[bool, tuple[Key, ...]]] = {}
-        self._finished: list[s.Finished] = []
+        self._generation = 0
+        self._requests: dict[RequestId, _Request] = {}
+        self._jobs: dict[int, StagedJob] = {}
+        self._copies: dict[int, tuple[StagedJob, Sequence[Key]]] = {}  # under way
+        self._next_copy = 0
+        self._has_new = False  # jobs were submitted since a step ended
+        self._finished: list[Finished] = []
         self._is_closed = False
-        self._let_time_pass()
-        self._tier.wake()  # it is notified of the generation of weights it serves
 
     # --- requests and lookups ---
 
     def on_request_started(self, request: RequestId) -> None:
         """Begin a request: lookups find no block for an unknown one."""
-        self._ask(m.RequestStarted(request, 1))
+        self._requests[request] = _Request(self._generation)
+        self._runtime.on_request_started(request)
 
     def on_request_finished(self, request: RequestId, order: Iterable[Key] | None = None) -> None:
         """End a request. Its jobs may still run. ``order``: all its keys from head to tail."""
-        self._ask(m.RequestFinished(request, None if order is None else tuple(order)))
+        state = self._requests.get(request)
+        if state is not None and self._is_loading(request):
+            state.has_ended, state.order = True, order
+        else:
+            self._requests.pop(request, None)
+            self._runtime.on_request_finished(request, order)
+
+    def _is_loading(self, request: RequestId) -> bool:
+        return any(job.is_load and job.request == request for job in self._jobs.values())
 
     def lookup(self, key: Key, request: RequestId) -> BlockState:
-        """Return READY (the tier has it), ABSENT, or PROBING: look up again in the next step.
+        """Return READY (it can be loaded), ABSENT, or PROBING: look up again in the next step.
 
         PROBING ends by the tier's deadline.
         """
-        found = self._ask(m.Lookup(key, request))
-        return BlockState.ABSENT if found is NO_REPLY else cast("BlockState", found)
+        state = self._requests.get(request)
+        if state is None or key in state.missed:
+            return BlockState.ABSENT
+        state.generation = self._generation  # it waits, so it has no block on the GPU
+        found = self._runtime.survey(key, request)
+        return BlockState.READY if found is BlockState.FILLING else found
 
     def touch(self, keys: Iterable[Key], request: RequestId) -> None:
         """Note that blocks were used, from head to tail."""
-        self._ask(m.Touch(tuple(keys), request))
+        self._runtime.touch(tuple(keys), request)
 
     # --- jobs ---
 
@@ -113,45 +160,42 @@ class StagedFacade:
         self, job: int, request: RequestId, keys: Iterable[Key], slots: Iterable[int]
     ) -> None:
         """Begin to fill the program's slots, which it gets back when the job has finished."""
-        self._submit(s.SubmitLoad(job, request, tuple(keys), tuple(slots)), is_load=True)
+        deadline = self._clock() + self._config.wait_timeout_s
+        slot_of = dict(zip(keys, slots, strict=True))
+        self._begin(StagedJob(job, request, slot_of, is_load=True, deadline=deadline))
 
     def submit_store(
         self, job: int, request: RequestId, keys: Iterable[Key], slots: Iterable[int]
     ) -> None:
         """Begin to store the program's slots, whose bytes must stay until the job has finished."""
-        self._submit(s.SubmitStore(job, request, tuple(keys), tuple(slots)), is_load=False)
+        tier = self._config.tiers[TIER]
+        slot_of = dict(zip(keys, slots, strict=True))
+        deadline = self._clock() + tier.store_timeout_s
+        begun = StagedJob(job, request, slot_of, is_load=False, deadline=deadline)
+        state = self._requests.get(request)
+        is_from_before = state is not None and state.generation < self._generation
+        if tier.read_only or is_from_before:
+            begun.end(slot_of, success=True)
+        stored = self._runtime.are_stored(begun.left, TIER) or {}
+        begun.end([key for key, is_there in stored.items() if is_there], success=True)
+        waiting = sum(len(each.left) for each in self._jobs.values() if not each.is_load)
+        room = max(0, self._waiting_stores_max - waiting)
+        begun.end(list(islice(begun.left, room, None)), success=False)
+        self._begin(begun)
 
-    def _submit(self, message: s.SubmitLoad | s.SubmitStore, *, is_load: bool) -> None:
-        self._let_time_pass()
-        self._unfinished[message.job] = (is_load, message.keys)
-        self._ask(message)
+    def _begin(self, job: StagedJob) -> None:
+        assert job.number not in self._jobs, "a job has the number of one under way"
+        self._jobs[job.number] = job
+        self._has_new = True  # its work begins when the step ends, with that of others
 
-    def drain_finished(self) -> list[s.Finished]:
+    def drain_finished(self) -> list[Finished]:
         """Return the jobs that have finished since the last call. Never waits for storage."""
         self._poll()
         if 0 < self._copier.backlog_bytes() <= COPY_WAIT_BYTES_MAX:
             self._copier.wait_idle()
-            self._cell.run()
-        self._collect()
+            self._go_on()
         finished, self._finished = self._finished, []
         return finished
-
-    def _collect(self) -> None:
-        finished = self._ask(s.DrainFinished())
-        if finished is NO_REPLY:
-            self._fail_all()
-            return
-        for each in cast("list[s.Finished]", finished):
-            del self._unfinished[each.job]
-            self._finished.append(each)
-
-    def _fail_all(self) -> None:
-        """Finish every job of an actor that broke. A copy that it began may still run."""
-        if self._unfinished:
-            self._copier.wait_idle()
-        for job, (is_load, keys) in self._unfinished.items():
-            self._finished.append(s.Finished(job, is_load, keys, (), 0))
-        self._unfinished.clear()
 
     def drain(self) -> None:
         """Finish every job, waiting for the tier for ``close_timeout_s`` at most.
@@ -159,50 +203,156 @@ class StagedFacade:
         When it returns, none of the program's slots is touched any more. Jobs that had not ended
         by then have failed; the tier keeps their staging slots until it releases them.
         """
-        deadline = time.monotonic() + self._close_timeout_s
+        deadline = time.monotonic() + self._config.close_timeout_s
         self._poll()
-        self._collect()
-        while self._unfinished and time.monotonic() < deadline:
+        while self._jobs and time.monotonic() < deadline:
             time.sleep(DRAIN_POLL_S)
             self._poll()
-            self._collect()
-        self._ask(s.GiveUp())
+        for job in self._jobs.values():
+            job.give_up()
         self._copier.wait_idle()
         self._poll()
-        self._collect()
-        assert not self._unfinished, "a job that was given up has not finished"
+        assert not self._jobs, "a job that was given up has not finished"
+
+    # --- the work of jobs ---
+
+    def _poll(self) -> None:
+        """Handle what the tier and the copier have done, and begin what follows."""
+        if not self._jobs:
+            self._runtime.get_finished()
+            return
+        self._runtime.step_end()  # deadlines pass, and what was begun before is sent
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """End copies and jobs, and begin what there is room for, for one job after the other."""
+        self._end_copies()
+        now, load_room = self._clock(), self._config.slot_count
+        store_room = 0 if all(job.is_load for job in self._jobs.values()) else self._store_room()
+        for job in list(self._jobs.values()):
+            if now >= job.deadline:
+                job.give_up()
+            elif job.is_load:
+                load_room = self._load(job, load_room)
+            else:
+                store_room -= self._store(job, store_room)
+            if job.has_ended:
+                self._finish(job)
+
+    def _load(self, job: StagedJob, room: int) -> int:
+        """Begin to load ``room`` blocks at most, and copy those that are there; return the rest."""
+        keys = list(islice(job.left, max(job.begun, room)))
+        states = self._runtime.promote(keys, job.request) if keys else []
+        if states is None:
+            job.give_up()
+            return room
+        both = list(zip(keys, states, strict=False))
+        ready = [key for key, state in both if state is BlockState.READY]
+        absent = [key for key, state in both if state is BlockState.ABSENT]
+        job.begin_loads(len(states) - len(ready) - len(absent))
+        job.end(absent, success=False)
+        if ready:
+            try:
+                self._copy(job, ready, self._runtime.prepare_load(ready, job.request))
+            except Misuse:  # the primary tier broke just now
+                job.give_up()
+        elif keys and not states and room:
+            self._runtime.lookup_state(keys[0], job.request)  # evicts what came late
+        return max(0, room - len(states)) if len(states) == len(keys) else 0
+
+    def _store_room(self) -> int:
+        """Return how many more slots stores may hold: the tier's link would defer more blocks."""
+        copied = sum(len(keys) for job, keys in self._copies.values() if not job.is_load)
+        (tier,) = self._runtime.statistics().tiers
+        return self._config.cascade_slots_max - tier.cascade_slots - copied
+
+    def _store(self, job: StagedJob, room: int) -> int:
+        """Note what the tier has stored, and stage up to ``room`` blocks; return how many."""
+        new = list(islice(job.left, max(0, room)))
+        if not (new or job.at_tier):
+            return 0
+        stored = self._runtime.are_stored([*job.at_tier, *new], TIER)
+        if stored is None:
+            job.give_up()
+            return 0
+        ended = [key for key in job.at_tier if stored[key] is not None]
+        done = [key for key in ended if stored[key]]
+        job.end(done, success=True, moved=True)
+        job.end([key for key in ended if not stored[key]], success=False)
+        job.end([key for key in new if stored[key]], success=True)
+        wanted = [key for key in new if not stored[key]]
+        self._runtime.discard([*ended, *wanted])  # what a load has left there is in the way
+        if not wanted:
+            return 0
+        cuts = range(1, len(wanted) + 1)  # each is of use alone: the program may have the others
+        grant = self._runtime.prepare_store(wanted, job.request, cuts=cuts)
+        if grant is None or not grant.keys:
+            return 0
+        self._copy(job, grant.keys, grant.slots)
+        return len(grant.keys)
+
+    def _copy(self, job: StagedJob, keys: Sequence[Key], staging: Sequence[int]) -> None:
+        job.begin_copy(keys)
+        self._next_copy += 1
+        self._copies[self._next_copy] = job, keys
+        slots = [job.slot_of[key] for key in keys]
+        self._copier.start(self._next_copy, slots, staging, to_staging=not job.is_load)
+
+    def _end_copies(self) -> None:
+        for copy, success in self._copier.pop_ended():
+            job, keys = self._copies.pop(copy)
+            assert job.number in self._jobs, "a job has finished while it was copied"
+            job.end_copy(keys)
+            if job.is_load:
+                self._runtime.complete_load(keys, job.request)
+                self._runtime.discard(keys)
+                job.end(keys, success=success, moved=success)
+                continue
+            self._runtime.complete_store(keys, job.request, success=success)
+            job.give_to_tier(keys)
+
+    def _finish(self, job: StagedJob) -> None:
+        del self._jobs[job.number]
+        self._finished.append(job.outcome())
+        state = self._requests.get(job.request)
+        if not job.is_load or state is None:
+            return
+        state.missed.update(job.failed)
+        if self._is_loading(job.request):
+            return
+        if state.has_ended:
+            self.on_request_finished(job.request, state.order)
+        elif job.failed:
+            self._runtime.on_requests_scheduled((job.request,))  # what is not sent yet is not sent
 
     # --- steps ---
 
     def step_end(self) -> None:
-        """End a step: send its probes, and let deadlines pass."""
-        self._tier.poll()
-        self._ask(m.StepEnd(now=self._clock()))
-        self._tier.wake()
+        """End a step: begin the work of its jobs, send its probes, and let deadlines pass."""
+        if self._has_new:
+            self._has_new = False
+            self._go_on()
+        self._runtime.step_end()
 
     def has_pending_work(self) -> bool:
         """Return whether more steps are useful: a job or a probe may still end in time."""
         self._poll()
-        return bool(self._unfinished or self._finished or self._link.in_flight()[0])
+        if self._jobs or self._finished:
+            return True
+        return self.statistics().tiers[TIER].probes_in_flight > 0
 
     def take_events(self) -> list[Event]:
         """Return the tier's gains and losses since the last call, in order."""
-        self._cell.run()
-        return self._link.drain_events()
+        return [event for event in self._runtime.take_events() if event.tier != PRIMARY]
 
     @property
     def evicts(self) -> bool:
         """Whether the tier is bounded, and so reports the blocks that it evicts."""
-        return self._link.tells_uses
+        return self._runtime.evicts(TIER)
 
-    @property
-    def faults(self) -> int:
-        """How many message handlers raised."""
-        return self._cell.faults
-
-    def statistics(self) -> TierStatistics:
+    def statistics(self) -> Statistics:
         """Return a frozen snapshot."""
-        return self._link.statistics()
+        return self._runtime.statistics()
 
     # --- the whole ---
 
@@ -212,9 +362,11 @@ class StagedFacade:
         This engine finds none of the blocks stored before again. The arguments are those of
         ``SchedulerFacade.reset``.
         """
-        mark = self._generations.begin(weights_version, has_changed=weights_changed)
-        self._ask(m.Reset(mark=mark))
-        self._tier.wake()
+        self._runtime.reset(weights_version=weights_version, weights_changed=weights_changed)
+        for state in self._requests.values():
+            state.missed.clear()
+        if weights_version or weights_changed or not self._config.keeps_on_reset:
+            self._generation += 1
 
     def close(self) -> bool:
         """End the tier, waiting at most ``close_timeout_s``. Safe to call twice.
@@ -222,27 +374,7 @@ class StagedFacade:
         The program's slots are released in any case. False: the tier hangs, and may touch
         the staging slots until the process ends.
         """
-        if self._is_closed:
-            return True
-        self._is_closed = True
-        self._copier.stop()
-        is_quiet = self._tier.close(self._close_timeout_s)
-        if not is_quiet:
-            log.warning(
-                "tier did not stop within close_timeout_s; its slots stay mapped",
-                tier=self._tier.name,
-            )
-        return is_quiet
-
-    def _let_time_pass(self) -> None:
-        self._ask(wire.Tick(now=self._clock()))
-
-    def _poll(self) -> None:
-        """Handle the messages from the tier and the copier, and let time pass."""
-        self._tier.poll()
-        self._cell.run()
-        self._let_time_pass()
-        self._tier.wake()
-
-    def _ask(self, message: Message) -> object:
-        return self._cell.ask(self._staged, message)
+        if not self._is_closed:
+            self._is_closed = True
+            self._copier.stop()
+        return self._runtime.close()

@@ -9,6 +9,7 @@ import pytest
 
 from kvtier import Namespace, RuntimeConfig, SlotMemory
 from kvtier.core import messages as m
+from kvtier.core import wire
 from kvtier.core.block_state import BlockState
 from kvtier.runtime import open_staged_tier
 from kvtier.settings.secondary_tier import read_secondary_tier
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kvtier.core.staging_messages import Finished
     from kvtier.engine.staged.staged_facade import StagedFacade
+    from kvtier.engine.staged.staged_job import Finished
 
 BLOCK = 4096
 SLOTS = 16  #: of the program
@@ -56,7 +57,6 @@ class Program:
             Namespace({"model": "m"}),
             clock=lambda: self.now,
         )
-        self.staging_slots = config.slot_count
         self.jobs = 0
         self.finished: dict[int, Finished] = {}
 
@@ -81,6 +81,7 @@ class Program:
             self.fill(slot, key[0])
         self.jobs += 1
         self.facade.submit_store(self.jobs, "r", keys, range(len(keys)))
+        self.facade.step_end()
         return self.jobs
 
     def load(self, keys: tuple[bytes, ...]) -> int:
@@ -88,6 +89,7 @@ class Program:
             self.fill(slot, 255)
         self.jobs += 1
         self.facade.submit_load(self.jobs, "r", keys, range(len(keys)))
+        self.facade.step_end()
         return self.jobs
 
     def find(self, key: bytes, request: str = "r") -> BlockState:
@@ -101,7 +103,9 @@ class Program:
 
     def at_rest(self) -> bool:
         self.take()
-        return self.facade._staged._slots.free_count == self.staging_slots
+        staging = self.facade.statistics().primary
+        is_idle = staging.free_slots + staging.ready_slots == staging.slot_count
+        return is_idle and not staging.pinned_slots and not self.facade._copies
 
 
 @pytest.fixture
@@ -130,7 +134,7 @@ def test_what_was_stored_is_loaded_again(program: Program) -> None:
     assert (loaded.failed, loaded.moved) == ([], COUNT)
     assert all(program.holds(slot, slot) for slot in range(COUNT))
     assert program.at_rest()
-    assert program.facade.statistics().counts.read_bytes == COUNT * BLOCK
+    assert program.facade.statistics().tiers[0].counts.read_bytes == COUNT * BLOCK
 
 
 def test_a_tier_that_is_read_only_ends_stores_without_a_copy(tmp_path: Path) -> None:
@@ -164,6 +168,72 @@ def test_a_job_may_be_longer_than_there_are_staging_slots(program: Program) -> N
     assert program.until_finished(program.load(KEYS)).moved == COUNT
     assert all(program.holds(slot, slot) for slot in range(COUNT))
     assert program.at_rest()
+    assert program.facade.statistics().primary.ready_slots == 0  # nothing is cached there
+
+
+@given(staging_bytes=3 * BLOCK)
+def test_loads_share_fewer_staging_slots_than_one_of_them_needs(program: Program) -> None:
+    program.until_finished(program.store(KEYS))
+    jobs = []
+    for first in (0, COUNT):
+        slots = range(first, first + COUNT)
+        program.facade.submit_load(100 + first, "r", KEYS, slots)
+        jobs.append(100 + first)
+    program.facade.step_end()
+    assert [program.until_finished(job).failed for job in jobs] == [[], []]
+    assert all(program.holds(slot, slot % COUNT) for slot in range(SLOTS))
+
+
+@given(staging_bytes=3 * BLOCK)
+def test_a_load_that_waits_for_room_lets_a_later_one_end(program: Program) -> None:
+    """The tier is asked for the first one's block, while the second takes the room."""
+    program.until_finished(program.store(KEYS[:3]))
+    lose(program, KEYS[:1])
+    program.facade.submit_load(100, "r", KEYS[:1], [0])
+    program.facade.submit_load(101, "r", KEYS[1:3], [1, 2])
+    program.facade.step_end()
+    assert [program.until_finished(job).failed for job in (100, 101)] == [[], []]
+
+
+def lose(program: Program, keys: tuple[bytes, ...]) -> None:
+    """Have the tier report that it has these blocks no more."""
+    (link,) = program.facade._runtime._links
+    link.receive(wire.PresenceChanged((), keys, link.contents.since))
+    program.take()
+
+
+@given({"load": {"delay_s": SOON}}, staging_bytes=3 * BLOCK)
+def test_a_load_goes_on_when_its_request_has_ended(program: Program) -> None:
+    program.until_finished(program.store(KEYS))
+    job = program.load(KEYS)
+    program.facade.on_request_finished("r")
+    assert program.until_finished(job).failed == []
+    assert program.find(KEYS[0]) is BlockState.ABSENT  # it has ended
+
+
+@given({"load": {"delay_s": SOON, "calls_max": 1}}, promote_timeout_s=5.0, staging_bytes=BLOCK)
+def test_what_came_late_leaves_the_staging_slots_to_other_loads(program: Program) -> None:
+    program.until_finished(program.store(KEYS[:2]))
+    job = program.load(KEYS[:1])
+    program.now = 5.0
+    assert program.until_finished(job).failed
+    until(lambda: program.take() or program.facade.statistics().primary.ready_slots)
+    program.now = 100.0  # the tier's pause is over
+    program.take()
+    program.facade.submit_load(100, "r", KEYS[1:2], [1])
+    assert program.until_finished(100).failed == []
+    assert program.facade.statistics().primary.counts.policies_replaced == 0
+
+
+@given({"load": {"delay_s": SOON, "calls_max": 1}}, promote_timeout_s=5.0)
+def test_what_came_late_is_stored_again_if_the_tier_has_lost_it(program: Program) -> None:
+    program.until_finished(program.store(KEYS[:1]))
+    job = program.load(KEYS[:1])
+    program.now = 5.0
+    assert program.until_finished(job).failed
+    until(lambda: program.take() or program.facade.statistics().primary.ready_slots)
+    lose(program, KEYS[:1])
+    assert program.until_finished(program.store(KEYS[:1])).moved == 1
 
 
 @given({"load": {"corrupt_every": 2}})
@@ -256,7 +326,7 @@ def test_a_job_is_finished_only_when_no_copy_of_it_runs(
 
     monkeypatch.setattr(copier, "_copied", copied)
     job = program.load(KEYS)
-    until(lambda: program.take() or program.facade._staged._copies)
+    until(lambda: program.take() or program.facade._copies)
     program.now = 1000.0  # long past every deadline
     for _ in range(5):
         program.take()
@@ -278,6 +348,7 @@ def test_a_copy_that_fails_fails_its_blocks(
     monkeypatch.setattr("kvtier.hosts.copier._check", lambda _work: 1 / 0)
     assert program.until_finished(program.load(KEYS)).failed == list(KEYS)
     until(program.at_rest)
+    assert program.find(KEYS[0]) is BlockState.ABSENT  # not to be tried for ever
 
 
 def test_after_a_reset_nothing_of_before_is_found(program: Program) -> None:
@@ -307,11 +378,17 @@ def test_a_tier_that_is_bypassed_fails_jobs_at_once(program: Program) -> None:
     assert program.find(KEYS[0]) is BlockState.ABSENT
 
 
+def test_a_load_fails_if_the_primary_tier_breaks_in_it(program: Program) -> None:
+    program.until_finished(program.store(KEYS))
+    program.facade._runtime._primary.handlers[m.PrepareLoad] = lambda _: 1 / 0
+    assert program.until_finished(program.load(KEYS)).failed == list(KEYS)
+
+
 @given({"load": HANG})
 def test_jobs_end_when_the_actor_breaks(program: Program) -> None:
     program.until_finished(program.store(KEYS))
     job = program.load(KEYS)
-    program.facade._staged.stop()
+    program.facade._runtime._primary.stop()
     program.take()
     assert program.finished[job].failed
     assert program.facade.lookup(KEYS[0], "r") is BlockState.ABSENT
@@ -324,13 +401,13 @@ def test_jobs_end_when_the_tiers_link_breaks(program: Program) -> None:
     def broken(_message: object) -> None:
         raise RuntimeError("planted")
 
-    program.facade._link.handlers[m.Promote] = broken
+    program.facade._runtime._links[0].handlers[m.Promote] = broken
     job = program.load(KEYS)
     program.take()
     assert program.finished[job].failed == list(KEYS)
     assert program.find(KEYS[0]) is BlockState.ABSENT
     assert program.until_finished(program.store(KEYS)).moved == 0
-    assert program.facade.faults == 1
+    assert program.facade.statistics().faults == 1
 
 
 def test_a_primary_tiers_options_are_refused() -> None:
