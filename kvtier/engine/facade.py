@@ -339,7 +339,7 @@ class SchedulerFacade:
     def promote(self, keys: Collection[Key], request: RequestId) -> list[BlockState] | None:
         """Have ``keys`` loaded, each for itself; return their states, up to where room ends.
 
-        READY is as for ``lookup_state``. None: the primary tier broke.
+        READY: ``prepare_load`` may follow at once. None: the primary tier broke.
         """
         states = self._ask(m.PromoteKeys(tuple(keys), request))
         return None if states is NO_REPLY else cast("list[BlockState]", states)

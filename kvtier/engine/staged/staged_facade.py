@@ -160,6 +160,9 @@ class StagedFacade:
         self, job: int, request: RequestId, keys: Iterable[Key], slots: Iterable[int]
     ) -> None:
         """Begin to fill the program's slots, which it gets back when the job has finished."""
+        if request not in self._requests:  # it has ended since it looked up
+            self.on_request_started(request)
+            self._requests[request].has_ended = True
         deadline = self._clock() + self._config.wait_timeout_s
         slot_of = dict(zip(keys, slots, strict=True))
         self._begin(StagedJob(job, request, slot_of, is_load=True, deadline=deadline))

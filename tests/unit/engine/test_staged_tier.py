@@ -211,6 +211,14 @@ def test_a_load_goes_on_when_its_request_has_ended(program: Program) -> None:
     assert program.find(KEYS[0]) is BlockState.ABSENT  # it has ended
 
 
+def test_a_load_may_be_of_a_request_that_has_ended(program: Program) -> None:
+    """vLLM submits what was looked up in a step at its end."""
+    program.until_finished(program.store(KEYS))
+    program.facade.on_request_finished("r")
+    assert program.until_finished(program.load(KEYS)).failed == []
+    assert program.facade.statistics().primary.requests == 0
+
+
 @given({"load": {"delay_s": SOON, "calls_max": 1}}, promote_timeout_s=5.0, staging_bytes=BLOCK)
 def test_what_came_late_leaves_the_staging_slots_to_other_loads(program: Program) -> None:
     program.until_finished(program.store(KEYS[:2]))
