@@ -366,10 +366,10 @@ class StagedFacade:
         ``SchedulerFacade.reset``.
         """
         self._runtime.reset(weights_version=weights_version, weights_changed=weights_changed)
-        for state in self._requests.values():
-            state.missed.clear()
         if weights_version or weights_changed or not self._config.keeps_on_reset:
             self._generation += 1
+            for state in self._requests.values():
+                state.missed.clear()
 
     def close(self) -> bool:
         """End the tier, waiting at most ``close_timeout_s``. Safe to call twice.

@@ -369,6 +369,16 @@ def test_after_a_reset_nothing_of_before_is_found(program: Program) -> None:
     assert (job.moved, job.failed) == (2, [])  # it has looked up since: it begins anew
 
 
+@given({"load": {"error": "broken"}}, on_reset="keep")
+def test_a_reset_that_keeps_blocks_keeps_what_a_request_could_not_load(program: Program) -> None:
+    program.until_finished(program.store(KEYS[:1]))
+    assert program.find(KEYS[0]) is BlockState.READY
+    assert program.until_finished(program.load(KEYS[:1])).failed
+    program.facade.drain()
+    program.facade.reset()
+    assert program.find(KEYS[0]) is BlockState.ABSENT
+
+
 def test_a_request_from_before_a_reset_stores_nothing(program: Program) -> None:
     program.facade.drain()
     program.facade.reset()
