@@ -165,7 +165,7 @@ class StepEnd(Message, frozen=True, gc=False):
 
 
 class PromoteKeys(Message, frozen=True, gc=False):
-    """Promote these blocks, in any order. Answered with their states, of as many as have room."""
+    """Promote these blocks. Answered with a state for each, None while there is no room for it."""
 
     keys: tuple[Key, ...]
     request: RequestId

@@ -336,13 +336,14 @@ class SchedulerFacade:
 
     # --- host memory that is only passed through (``kvtier/engine/staged/staged_facade.py``) ---
 
-    def promote(self, keys: Collection[Key], request: RequestId) -> list[BlockState] | None:
-        """Have ``keys`` loaded, each for itself; return their states, up to where room ends.
+    def promote(self, keys: Collection[Key], request: RequestId) -> list[BlockState | None] | None:
+        """Have ``keys`` loaded, each for itself; return their states.
 
-        READY: ``prepare_load`` may follow at once. None: the primary tier broke.
+        READY: ``prepare_load`` may follow at once. None for a block: there is no room for it now.
+        None: the primary tier broke.
         """
         states = self._ask(m.PromoteKeys(tuple(keys), request))
-        return None if states is NO_REPLY else cast("list[BlockState]", states)
+        return None if states is NO_REPLY else cast("list[BlockState | None]", states)
 
     def are_stored(self, keys: Collection[Key], tier: int) -> dict[Key, bool | None] | None:
         """Return whether the tier has the blocks. None for a block: it may be storing it.

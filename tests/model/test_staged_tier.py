@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvtier.core.tier_host import TierHost
     from kvtier.core.wire import Message
 
-EXAMPLES_CI = 100
+EXAMPLES_CI = 300
 SLOTS = 12  #: of the program
 STAGING = 5
 KEYS = [bytes([number]) * 8 for number in range(10)]
@@ -230,7 +230,7 @@ class StagedTierSpec(RuleBasedStateMachine):
         return [each for each in self.tier.kept if isinstance(each, kind)]
 
     @precondition(lambda self: self.of_tier(wire.LoadJob))
-    @rule(which=PICK, outcomes=st.lists(OUTCOMES, min_size=2, max_size=2))
+    @rule(which=PICK, outcomes=st.lists(OUTCOMES, min_size=STAGING, max_size=STAGING))
     def load_ends(self, which: int, outcomes: list[Outcome]) -> None:
         job = self.pick(wire.LoadJob, which)
         ends = tuple(outcomes[: len(job.keys)])
@@ -239,7 +239,7 @@ class StagedTierSpec(RuleBasedStateMachine):
         self.inbox.post(wire.JobEnded(job.job, ends, 0.1))
 
     @precondition(lambda self: self.of_tier(wire.StoreJob))
-    @rule(which=PICK, outcomes=st.lists(OUTCOMES, min_size=2, max_size=2))
+    @rule(which=PICK, outcomes=st.lists(OUTCOMES, min_size=STAGING, max_size=STAGING))
     def store_ends(self, which: int, outcomes: list[Outcome]) -> None:
         job = self.pick(wire.StoreJob, which)
         assert [self.staging[slot] for slot in job.slots] == [*job.keys], "other bytes are stored"

@@ -206,10 +206,10 @@ class PrefixReservations:
             self.policy.post(m.Admitted(tuple(new), request, held=True))
 
     def promote(self, message: m.PromoteKeys) -> None:
-        """Promote blocks, each for itself; reply with the states up to where room ends."""
+        """Promote blocks, each for itself; reply with the states, None for want of room."""
         request, name = self._requests.get(message.request), message.request
         room = min(self._promotions.room(), self._slots.free_count())
-        states: list[BlockState] = []
+        states: list[BlockState | None] = []
         new: list[Key] = []
         for key in message.keys:
             slot = self._slot_of.get(key)
@@ -223,7 +223,7 @@ class PrefixReservations:
             elif tier == ASKING:
                 states.append(BlockState.PROBING)
             elif len(new) == room:
-                break
+                states.append(None)  # those behind it may be READY, and free theirs
             else:
                 slot = self._slots.allocate_for_tier(key, tier)
                 self._promotions.start(key, slot, name, tier)

@@ -52,6 +52,8 @@ TIER: Final = 0
 
 DRAIN_POLL_S: Final = 0.001
 
+_COMING: Final = (BlockState.PROBING, BlockState.FILLING)
+
 COPY_WAIT_BYTES_MAX: Final = 4 << 20
 """Copies of up to this size, half a millisecond, are waited for: else they cost a whole step."""
 
@@ -244,24 +246,26 @@ class StagedFacade:
 
     def _load(self, job: StagedJob, room: int) -> int:
         """Begin to load ``room`` blocks at most, and copy those that are there; return the rest."""
-        keys = list(islice(job.left, max(job.begun, room)))
+        keys = list(islice(job.left, room)) if room else list(job.begun)
         states = self._runtime.promote(keys, job.request) if keys else []
         if states is None:
             job.give_up()
             return room
-        both = list(zip(keys, states, strict=False))
+        both = list(zip(keys, states, strict=True))
         ready = [key for key, state in both if state is BlockState.READY]
         absent = [key for key, state in both if state is BlockState.ABSENT]
-        job.begin_loads(len(states) - len(ready) - len(absent))
         job.end(absent, success=False)
+        begun = [key for key, state in both if state in _COMING]
+        job.begin_loads(begun)
         if ready:
             try:
                 self._copy(job, ready, self._runtime.prepare_load(ready, job.request))
             except Misuse:  # the primary tier broke just now
                 job.give_up()
-        elif keys and not states and room:
-            self._runtime.lookup_state(keys[0], job.request)  # evicts what came late
-        return max(0, room - len(states)) if len(states) == len(keys) else 0
+        elif None in states and not begun:
+            first = keys[states.index(None)]
+            self._runtime.lookup_state(first, job.request)  # evicts what came late
+        return 0 if None in states else max(0, room - len(states))
 
     def _store_room(self) -> int:
         """Return how many more slots stores may hold: the tier's link would defer more blocks."""
@@ -321,12 +325,10 @@ class StagedFacade:
         if not job.is_load or state is None:
             return
         state.missed.update(job.failed)
-        if self._is_loading(job.request):
-            return
-        if state.has_ended:
+        if job.failed:  # ends the leases of its blocks; other loads promote theirs again
+            self._runtime.on_requests_scheduled((job.request,))
+        if state.has_ended and not self._is_loading(job.request):
             self.on_request_finished(job.request, state.order)
-        elif job.failed:
-            self._runtime.on_requests_scheduled((job.request,))  # what is not sent yet is not sent
 
     # --- steps ---
 

@@ -61,7 +61,7 @@ class StagedJob:
         self.is_load = is_load
         self.deadline = deadline
         self.left = dict.fromkeys(slot_of)  #: not copied yet, from head to tail
-        self.begun = 0  #: how many of those, from the first on, a load has begun
+        self.begun: Sequence[Key] = ()  #: those of them that a load has begun
         self.at_tier: dict[Key, None] = {}  #: a store's blocks that the tier has been given
         self.copying: set[Key] = set()
         self.succeeded: list[Key] = []
@@ -102,9 +102,9 @@ class StagedJob:
         self.deadline = NEVER_LATER
         self.end([*self.at_tier, *self.left], success=False)
 
-    def begin_loads(self, blocks: int) -> None:
-        """Note how many of the blocks that are left, from the first on, are under way."""
-        self.begun = blocks
+    def begin_loads(self, keys: Sequence[Key]) -> None:
+        """Note which of the blocks that are left are under way."""
+        self.begun = keys
 
     def outcome(self) -> Finished:
         """Return how it ended."""
