@@ -22,7 +22,9 @@ change from one place to another, and at the end.
 
 from __future__ import annotations
 
-from math import ceil, floor, hypot, inf
+from collections import Counter
+from math import ceil, floor, hypot
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -115,27 +117,38 @@ class Estimates(NamedTuple):
 
 def best_cut(runs: Sequence[Run], place: TokenPlace, estimates: Estimates) -> Cut:
     """Return the best cut. Of two equal ones, the one that loads more."""
-    rates = estimates.rates
-    total = sum(run.length for run in runs)
-    end = place.first_token + total * place.chunk_tokens
-    best_s = inf
-    best: tuple[int, float, dict[int, int]] = (0, 0.0, {})
-    whole = best
-    for keys, counts in _candidates(runs, estimates):
-        first, load_s = place.first_token + keys * place.chunk_tokens, estimates.load_s(counts)
-        seconds = estimates.seconds(load_s, rates.seconds(first, end))
-        whole = (keys, load_s, counts)
-        if seconds <= best_s + _ALIKE * max(1.0, seconds):
-            best_s, best = min(seconds, best_s), whole
-    keys, load_s, counts = best
+    first, chunk = place
+    cuts = [
+        (keys, first + keys * chunk, counts, estimates.load_s(counts))
+        for keys, counts in _candidates(runs, estimates)
+    ]
+    return _best(cuts, first + sum(run.length for run in runs) * chunk, estimates)
+
+
+def _best(
+    cuts: Sequence[tuple[int, int, dict[int, int], float]], end: int, estimates: Estimates
+) -> Cut:
+    """Return the best of growing cuts: its length, its last token, its blocks by tier, their load.
+
+    The first one loads nothing, the last one all.
+    """
+    compute_s = estimates.rates.seconds
+    sums = [estimates.seconds(load_s, compute_s(token, end)) for _, token, _, load_s in cuts]
+    least = min(sums)
+    least += _ALIKE * max(1.0, least)
+    length, token, counts, load_s = max(
+        (cut for cut, seconds in zip(cuts, sums, strict=True) if seconds <= least),
+        key=itemgetter(0),
+    )
+    first, (_, _, all_counts, all_load_s) = cuts[0][1], cuts[-1]
     return Cut(
-        keys,
+        length,
         tuple(counts.items()),
         load_s,
-        rates.seconds(place.first_token, place.first_token + keys * place.chunk_tokens),
-        sum(whole[2].values()),
-        whole[1],
-        rates.seconds(place.first_token, end),
+        compute_s(first, token),
+        sum(all_counts.values()),
+        all_load_s,
+        compute_s(first, end),
     )
 
 
@@ -182,29 +195,12 @@ def best_prefix(
 
     ``where``: the tier that has a block, or ``FREE``. ``first_token``: the GPU has those before.
     """
-    rates = estimates.rates
-    ends = [first_token]
-    loads: list[tuple[float, dict[int, int]]] = [(0.0, {})]
+    cuts: list[tuple[int, int, dict[int, int], float]] = [(0, first_token, {}, 0.0)]
     for end in (*_changes(groups, tokens, where)[-CUTS_MAX:], tokens):
-        load = _load(groups, end, where, estimates)
-        if load is not None:
-            ends.append(end)
-            loads.append(load)
-    seconds = [
-        estimates.seconds(load_s, rates.seconds(end, tokens))
-        for end, (load_s, _) in zip(ends, loads, strict=True)
-    ]
-    best = min(range(len(ends)), key=lambda number: (seconds[number], -number))
-    load_s, counts = loads[best]
-    return Cut(
-        ends[best] if best else 0,
-        tuple(counts.items()),
-        load_s,
-        rates.seconds(first_token, ends[best]),
-        sum(loads[-1][1].values()),
-        loads[-1][0],
-        rates.seconds(first_token, tokens),
-    )
+        counts = _needed(groups, end, where)
+        if counts is not None:
+            cuts.append((end, end, counts, estimates.load_s(counts)))
+    return _best(cuts, tokens, estimates)
 
 
 def _changes(groups: Sequence[GroupKeys], tokens: int, where: Callable[[Key], int]) -> list[int]:
@@ -221,25 +217,12 @@ def _changes(groups: Sequence[GroupKeys], tokens: int, where: Callable[[Key], in
     return sorted(found)
 
 
-def _load(
-    groups: Sequence[GroupKeys],
-    tokens: int,
-    where: Callable[[Key], int],
-    estimates: Estimates,
-) -> tuple[float, dict[int, int]] | None:
-    """Return the seconds to load a prefix, and how many blocks of it are in each tier.
-
-    None: a block that it needs is nowhere.
-    """
-    counts: dict[int, int] = {}
-    for group in groups:
-        needed = group.needed(tokens)
-        if needed is None:
-            return None
-        for key in needed:
-            tier = where(key)
-            if tier == NOWHERE:
-                return None
-            if tier != FREE:
-                counts[tier] = counts.get(tier, 0) + 1
-    return estimates.load_s(counts), counts
+def _needed(
+    groups: Sequence[GroupKeys], tokens: int, where: Callable[[Key], int]
+) -> dict[int, int] | None:
+    """Return how many blocks of a prefix each tier has; None: a needed block is nowhere."""
+    needed = [group.needed(tokens) for group in groups]
+    if None in needed:
+        return None
+    counts = Counter(where(key) for keys in needed if keys for key in keys)
+    return None if NOWHERE in counts else {tier: n for tier, n in counts.items() if tier != FREE}

@@ -8,9 +8,9 @@ tried again:
   bounds the cost of reprobing, as a share of computing, however many requests come;
 - after a time, even if blocks are outstanding. That time grows while nothing becomes better, so
   that little is sent to a tier that hangs;
-- at once, if the estimate has become better since the last time. A single observation that is
-  far off may be an outlier, and moves an estimate little. It takes several in a row to count as
-  a change (``kvtier/engine/decide/changes.py``), and the next ones must follow soon.
+- at once, if the estimate has become better since the last time. A single observation that is far
+  off moves an estimate little, and several in a row count as a change
+  (``kvtier/engine/decide/cost_fit.py``): the next ones must follow soon.
 """
 
 from __future__ import annotations
@@ -26,19 +26,13 @@ BETTER: Final = 0.9
 
 
 class Reprobing:
-    """Reprobing of one tier. Times are seconds of the engine cell's clock."""
+    """Reprobing of one tier, from when it is declined. Times are the engine cell's seconds."""
 
     __slots__ = ("_at", "_declined", "_expected_s", "_interval_s")
 
-    def __init__(self) -> None:
-        self._at = 0.0  # the latest time to try it
-        self._interval_s = FIRST_S
-        self._declined = 0  # requests since it was tried
-        self._expected_s = 0.0  # the expected time of a load then
-
-    def begin(self, now: float, expected_s: float) -> None:
-        """Note that the tier is declined from now on. ``expected_s``: for some number of blocks."""
-        self._interval_s = FIRST_S
+    def __init__(self, now: float, expected_s: float) -> None:
+        """``expected_s``: for some number of blocks."""
+        self._interval_s, self._expected_s = FIRST_S, expected_s
         self._note(now, expected_s)
 
     def is_due(self, now: float, expected_s: float, outstanding: int) -> bool:
@@ -61,6 +55,6 @@ class Reprobing:
         return True
 
     def _note(self, now: float, expected_s: float) -> None:
-        self._at = now + self._interval_s
-        self._declined = 0
-        self._expected_s = expected_s
+        self._at = now + self._interval_s  # the latest time to try it
+        self._declined = 0  # requests since it was tried
+        self._expected_s = expected_s  # the expected time of a load then

@@ -9,10 +9,7 @@ The cost of computing is learnt from the engine's steps (``decide/prefill_speed.
 of loading from each link's jobs (``decide/transfer_estimate.py``). Until the first is
 known, nothing is decided, and requests load. A tier without measurements is assumed to take
 no time, but its loads are waited for no longer than computing would take: it may hang.
-
-A tier that is declined gives no new measurements. So now and then a request loads the
-first few blocks all the same, and waits for them for no longer than a small share of the time
-that it computes anyway (``decide/reprobing.py``).
+A declined tier is tried with a few blocks now and then (``decide/reprobing.py``).
 
 A decision counts the work that engine and tiers still have to do for requests decided on earlier.
 vLLM does not report when it has computed a request, and it may not be known yet which of a
@@ -24,6 +21,8 @@ Times are seconds of the runtime's clock.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core import messages as m
@@ -32,7 +31,6 @@ from kvtier.engine.decide.load_decision import (
     FREE,
     NOWHERE,
     Estimates,
-    Rates,
     Run,
     best_cut,
     best_prefix,
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Mailbox
     from kvtier.core.messages import GroupKeys, LoadCost, TokenPlace
     from kvtier.core.statistics import PrimaryCounts
-    from kvtier.engine.decide.load_decision import Cut
+    from kvtier.engine.decide.load_decision import Cut, Rates
     from kvtier.engine.primary.promotions import Promotions
     from kvtier.engine.primary.requests import Request
     from kvtier.engine.primary.slot_table import SlotTable
@@ -66,16 +64,8 @@ measure a tier's current speed."""
 NOTICE_S: Final = 10.0
 """Shortest interval between two logged changes of mind about one tier."""
 
-
-class _Mind:
-    """The latest decision about one tier."""
-
-    __slots__ = ("declines", "exploration", "noticed_at")
-
-    def __init__(self) -> None:
-        self.declines = False
-        self.exploration = Reprobing()
-        self.noticed_at = -NOTICE_S
+LOADING_MAX: Final = 64
+"""Limit on loading requests considered, the oldest: a decision must be quick."""
 
 
 class LoadDecisions:
@@ -97,11 +87,13 @@ class LoadDecisions:
         self._log = log
         self._names = [tier.name for tier in config.tiers]
         self._wait_timeout_s = config.wait_timeout_s
-        self._is_on = config.load_policy == "auto" and bool(config.tiers)
+        #: whether the engine's steps are of any use here
+        self.learns_from_steps = config.load_policy == "auto" and bool(config.tiers)
         self._speed = PrefillSpeed(config.prefill_tokens_per_s)
         self._queue = PrefillBacklog()
         self._costs: dict[int, LoadCost] = {}
-        self._minds = [_Mind() for _ in config.tiers]
+        self._declined: dict[int, Reprobing] = {}  # the tiers that the latest decision declined
+        self._noticed_at: dict[int, float] = {}
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         """Return the handlers of the messages that the primary tier leaves to this."""
@@ -110,19 +102,21 @@ class LoadDecisions:
     @property
     def wants_places(self) -> bool:
         """Whether there is anything to decide now, so that lookups should pass their place."""
-        return self._is_on and self._speed.is_known
+        return self.learns_from_steps and self._speed.rates is not None
 
-    @property
-    def learns_from_steps(self) -> bool:
-        """Whether the engine's steps are of any use here."""
-        return self._is_on
+    def _cost_learned(self, message: m.LoadCostLearned) -> None:
+        if message.cost is None:
+            self._costs.pop(message.tier, None)
+        else:
+            self._costs[message.tier] = message.cost
 
-    def rates(self) -> Rates | None:
-        """Return the cost of computing; None: it is unknown, or nothing is to be decided."""
-        rates = self._speed.rates() if self._is_on else None
-        return None if rates is None else Rates(*rates)
+    def _step_computed(self, message: m.StepComputed) -> None:
+        expected_s = self._speed.step(message.tokens, message.attention, message.seconds)
+        if expected_s is not None and message.seconds is not None:
+            self.counts.prefill_expected_seconds += expected_s
+            self.counts.prefill_seconds += message.seconds
 
-    def costs(self) -> dict[int, LoadCost]:
+    def _costs_now(self) -> dict[int, LoadCost]:
         """Return the costs of loads by tier, counting loads about to be sent in this step."""
         unsent = self._promotions.unsent_counts()
         return {
@@ -130,25 +124,24 @@ class LoadDecisions:
             for tier, cost in self._costs.items()
         }
 
+    # --- deciding ---
+
     def weigh(self, keys: Sequence[Key], request: Request, place: TokenPlace, now: float) -> None:
         """Decide how many of these keys, from the first on, the request loads.
 
         If the first one would be loaded, and tiers have yet to report whether they have it, nothing
         is decided: most keys that are looked up are nowhere.
         """
-        rates = self.rates()
-        if rates is None:
+        estimates = self._estimates(request, now)
+        if estimates is None:
             return
-        if self._directory.is_apart(request.search.request):
-            request.mark_decided()
-            return  # It came with parameters for a tier: the decision was made elsewhere.
-        estimates = self._queue.estimates(request, rates, self.costs(), now)
         is_known = self._directory.is_known(keys[0], request.search)
         if not is_known:  # then usually none is: no need to check each
             tier = self._directory.seen_at(keys[0], request.search)
             if best_cut([Run(tier, len(keys))], place, estimates).blocks:
                 return
-        runs = self._runs(keys, request)
+        places = takewhile(NOWHERE.__ne__, map(self._where(request), keys))
+        runs = [Run(tier, len(list(each))) for tier, each in groupby(places)]
         cut = best_cut(runs, place, estimates)
         if cut.blocks and not is_known:
             return
@@ -156,11 +149,10 @@ class LoadDecisions:
         kept = cut.keys
         if cut.all_blocks:
             kept = self._decided(runs, cut, request, estimates)
-            end = sum(run.length for run in runs)
-            self._decline(keys[kept:end], request)
+            self._decline(keys[kept : sum(run.length for run in runs)], request)
             self._have_wait_for_room(cut, request, estimates)
         first, end = (place.first_token + each * place.chunk_tokens for each in (kept, len(keys)))
-        self._queue.add(request, cut, rates.seconds(first, end), estimates, now)
+        self._queue.add(request, cut, estimates.rates.seconds(first, end), estimates, now)
 
     def weigh_groups(
         self, groups: Sequence[GroupKeys], tokens: int, request: Request, place: tuple[int, float]
@@ -169,22 +161,15 @@ class LoadDecisions:
 
         ``place``: the number of tokens that the GPU has, and the time now.
         """
-        rates = self.rates()
-        if rates is None:
+        first_token, now = place
+        estimates = self._estimates(request, now)
+        if estimates is None:
             return tokens
         request.mark_decided()
-        if self._directory.is_apart(request.search.request):
-            return tokens
-        search = request.search
-
-        def where(key: Key) -> int:
-            return FREE if key in self._slot_of else self._directory.seen_at(key, search)
-
-        first_token, now = place
-        estimates = self._queue.estimates(request, rates, self.costs(), now)
+        where = self._where(request)
         cut = best_prefix(groups, tokens, where, first_token, estimates)
         end = max(end for group in groups for end in group.ends)
-        compute_s = rates.seconds(max(cut.keys, first_token), end)
+        compute_s = estimates.rates.seconds(max(cut.keys, first_token), end)
         self._queue.add(request, cut, compute_s, estimates, now)
         if not cut.all_blocks:
             return tokens
@@ -192,15 +177,23 @@ class LoadDecisions:
         kept = self._decided(runs, cut, request, estimates)
         if kept and not cut.keys:  # to measure the tier: a part of one group is no use
             return tokens
-        if cut.keys < tokens:
-            behind = [
-                key
-                for group in groups
-                for key, end in zip(group.keys, group.ends, strict=True)
-                if end > cut.keys
-            ]
-            self._decline(behind, request)
+        for group in groups if cut.keys < tokens else ():
+            self._decline(group.keys[bisect_right(group.ends, cut.keys) :], request)
         return cut.keys
+
+    def _estimates(self, request: Request, now: float) -> Estimates | None:
+        """Return what a decision for ``request`` is based on; None: nothing is to be decided."""
+        rates = self._speed.rates if self.learns_from_steps else None
+        if rates is None:
+            return None
+        if self._directory.is_apart(request.search.request):
+            request.mark_decided()  # it came with parameters for a tier: a router has decided
+            return None
+        return self._queue.estimates(request, rates, self._costs_now(), now)
+
+    def _where(self, request: Request) -> Callable[[Key], int]:
+        slot_of, seen_at, search = self._slot_of, self._directory.seen_at, request.search
+        return lambda key: FREE if key in slot_of else seen_at(key, search)
 
     def _decided(
         self, runs: Sequence[Run], cut: Cut, request: Request, estimates: Estimates
@@ -212,19 +205,48 @@ class LoadDecisions:
         spared_s = cut.saved_s if cut.blocks else cut.compute_s
         patience_s = max(estimates.computed_s + spared_s, stalled_s)
         request.wait_for_loads(patience_s, LONGER * patience_s)
-        counts = self.counts
-        if cut.blocks == cut.all_blocks:
-            counts.loads_decided += 1
-        elif cut.blocks:
-            counts.cuts_decided += 1
-        else:
-            kept = self._explore(tier, runs, cut, request)
-            if kept:
-                counts.explorations_decided += 1
-                return kept
-            counts.recomputes_decided += 1
-        self._note(tier, cut)
+        if cut.blocks:
+            if cut.blocks == cut.all_blocks:
+                self.counts.loads_decided += 1
+            else:
+                self.counts.cuts_decided += 1
+            if self._declined.pop(tier, None):
+                self._notice("blocks are loaded again", tier, cut)
+            return cut.keys
+        if self._is_reprobed(tier, cut):
+            patience_s = EXPLORING_SHARE * cut.compute_s
+            request.wait_for_loads(patience_s, patience_s)
+            self.counts.explorations_decided += 1
+            free = takewhile(lambda run: run.where == FREE, runs)
+            length = next(run.length for run in runs if run.where != FREE)
+            return sum(run.length for run in free) + min(length, EXPLORED_BLOCKS_MAX)
+        self.counts.recomputes_decided += 1
         return cut.keys
+
+    def _is_reprobed(self, tier: int, cut: Cut) -> bool:
+        """Return whether a request that declines a tier loads a few blocks, to measure it."""
+        now, cost = self._promotions.now, self._costs_now().get(tier)
+        if cost is None:
+            return False
+        expected_s = cost.latency_s + cost.block_s * EXPLORED_BLOCKS_MAX
+        reprobing = self._declined.get(tier)
+        if reprobing is not None:
+            return reprobing.is_due(now, expected_s, cost.outstanding)
+        self._declined[tier] = Reprobing(now, expected_s)
+        self._notice("blocks are recomputed rather than loaded", tier, cut)
+        return False
+
+    def _notice(self, event: str, tier: int, cut: Cut) -> None:
+        """Log a change of mind about a tier, either way."""
+        now = self._promotions.now
+        if now - self._noticed_at.get(tier, -NOTICE_S) < NOTICE_S:
+            return
+        self._noticed_at[tier] = now
+        detail = (
+            f"loading {cut.all_blocks} takes about {cut.all_load_s:.2g} s, "
+            f"computing them {cut.compute_s:.2g} s"
+        )
+        self._log.post(m.Notice(event, self._names[tier], detail, level="info"))
 
     def _have_wait_for_room(self, cut: Cut, request: Request, estimates: Estimates) -> None:
         """Have it wait for slots that others hold, while loading later still beats computing."""
@@ -239,88 +261,6 @@ class LoadDecisions:
         declined = [key for key in keys if key not in self._slot_of]
         self.counts.blocks_declined += len(declined)
         self._directory.decline(declined, request.search)
-
-    def _runs(self, keys: Sequence[Key], request: Request) -> list[Run]:
-        """Return the runs of the keys, up to the first key that is nowhere."""
-        runs: list[Run] = []
-        slot_of, seen_at = self._slot_of, self._directory.seen_at
-        where, count = FREE, 0
-        for key in keys:
-            at = FREE if key in slot_of else seen_at(key, request.search)
-            if at == where:
-                count += 1
-                continue
-            if count:
-                runs.append(Run(where, count))
-            if at == NOWHERE:
-                return runs
-            where, count = at, 1
-        if count:
-            runs.append(Run(where, count))
-        return runs
-
-    # --- exploring ---
-
-    def _explore(self, tier: int, runs: Sequence[Run], cut: Cut, request: Request) -> int:
-        """Return how many keys to keep, to measure the current speed of a declined tier."""
-        mind, now, cost = self._minds[tier], self._promotions.now, self.costs().get(tier)
-        if cost is None:
-            return 0
-        expected_s = cost.latency_s + cost.block_s * EXPLORED_BLOCKS_MAX
-        if not mind.declines:
-            mind.exploration.begin(now, expected_s)
-            return 0
-        if not mind.exploration.is_due(now, expected_s, cost.outstanding):
-            return 0
-        patience_s = EXPLORING_SHARE * cut.compute_s
-        request.wait_for_loads(patience_s, patience_s)
-        kept = 0
-        for run in runs:
-            if run.where != FREE:
-                return kept + min(run.length, EXPLORED_BLOCKS_MAX)
-            kept += run.length
-        return 0
-
-    def _note(self, tier: int, cut: Cut) -> None:
-        """Log a change of mind about a tier, either way."""
-        mind, now = self._minds[tier], self._promotions.now
-        declines = not cut.blocks
-        if declines is mind.declines:
-            return
-        mind.declines = declines
-        if now - mind.noticed_at < NOTICE_S:
-            return
-        mind.noticed_at = now
-        event = (
-            "blocks are recomputed rather than loaded" if declines else "blocks are loaded again"
-        )
-        detail = (
-            f"loading {cut.all_blocks} takes about {cut.all_load_s:.2g} s, "
-            f"computing them {cut.compute_s:.2g} s"
-        )
-        self._log.post(m.Notice(event, self._names[tier], detail, level="info"))
-
-    # --- learning ---
-
-    def _cost_learned(self, message: m.LoadCostLearned) -> None:
-        if not self._is_on:
-            return
-        if message.cost is None:
-            self._costs.pop(message.tier, None)
-        else:
-            self._costs[message.tier] = message.cost
-
-    def _step_computed(self, message: m.StepComputed) -> None:
-        if not self._is_on:
-            return
-        foretold = self._speed.step(message.tokens, message.attention, message.seconds)
-        if foretold is not None:
-            self.counts.prefill_expected_seconds += foretold.expected_s
-            self.counts.prefill_seconds += foretold.seconds
-
-
-LOADING_MAX: Final = 64
-"""Limit on loading requests considered, the oldest: a decision must be quick."""
 
 
 class PrefillBacklog:

@@ -49,14 +49,13 @@ def truth(first: int, end: int, budget: int = 512) -> float:
 
 
 def seconds(speed: PrefillSpeed, first: int, end: int) -> float:
-    rates = speed.rates()
+    rates = speed.rates
     assert rates is not None
     return rates[0] * (end - first) + rates[1] * (end**2 - first**2)
 
 
 def test_nothing_is_known_at_first() -> None:
-    assert PrefillSpeed().rates() is None
-    assert not PrefillSpeed().is_known
+    assert PrefillSpeed().rates is None
 
 
 def test_what_is_configured_counts_and_nothing_is_learnt() -> None:
@@ -107,7 +106,7 @@ def test_no_part_is_ever_negative(steps: list[tuple[int, int, float | None]]) ->
     speed = PrefillSpeed()
     for step in steps:
         speed.step(*step)
-        rates = speed.rates()
+        rates = speed.rates
         assert rates is None or min(rates) >= 0
 
 
@@ -131,10 +130,10 @@ def test_after_short_prompts_alone_a_long_one_seems_no_quicker_than_it_is() -> N
 def test_an_engine_with_nothing_to_compute_seems_as_fast_as_before() -> None:
     engine = Engine()
     engine.prompts(10)
-    before = engine.speed.rates()
+    before = engine.speed.rates
     for _ in range(1000):
         engine.step(0, 0)
-    assert engine.speed.rates() == before
+    assert engine.speed.rates == before
 
 
 def test_while_both_readings_foretell_alike_the_plain_one_counts() -> None:

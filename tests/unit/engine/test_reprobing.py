@@ -7,21 +7,15 @@ from kvtier.engine.decide.reprobing import FIRST_S, LAST_S, REQUESTS, Reprobing
 SLOW_S = 1.0
 
 
-def begun() -> Reprobing:
-    exploration = Reprobing()
-    exploration.begin(0.0, SLOW_S)
-    return exploration
-
-
 def test_it_is_tried_after_some_requests_however_fast_they_come() -> None:
-    exploration = begun()
+    exploration = Reprobing(0.0, SLOW_S)
     due = [exploration.is_due(0.0, SLOW_S, 0) for _ in range(3 * (REQUESTS + 1))]
     assert due == 3 * ([False] * REQUESTS + [True])
 
 
 def test_while_it_owes_something_it_is_tried_at_growing_intervals_only() -> None:
     """A tier that hangs would collect blocks."""
-    exploration = begun()
+    exploration = Reprobing(0.0, SLOW_S)
     tried = [now for now in range(1, 300) if exploration.is_due(float(now), SLOW_S, 16)]
     assert tried == [1, 3, 7, 15, 31, 63, 123, 183, 243]
     assert tried[0] == FIRST_S
@@ -29,13 +23,13 @@ def test_while_it_owes_something_it_is_tried_at_growing_intervals_only() -> None
 
 
 def test_it_is_tried_by_time_where_requests_are_few() -> None:
-    exploration = begun()
+    exploration = Reprobing(0.0, SLOW_S)
     assert exploration.is_due(FIRST_S, SLOW_S, 0)
 
 
 def test_one_that_has_become_better_is_tried_at_once_and_again() -> None:
     """Each observation moves the estimate a little, and the third one is believed."""
-    exploration = begun()
+    exploration = Reprobing(0.0, SLOW_S)
     assert [exploration.is_due(0.0, expected_s, 0) for expected_s in (0.8, 0.6, 0.5, 0.5)] == [
         True,
         True,
@@ -45,7 +39,7 @@ def test_one_that_has_become_better_is_tried_at_once_and_again() -> None:
 
 
 def test_one_that_was_better_for_a_while_is_tried_as_often_as_at_first() -> None:
-    exploration = begun()
+    exploration = Reprobing(0.0, SLOW_S)
     for now in (1.0, 3.0, 7.0):
         assert exploration.is_due(now, SLOW_S, 16)
     assert exploration.is_due(7.0, 0.5 * SLOW_S, 16)
@@ -54,6 +48,6 @@ def test_one_that_was_better_for_a_while_is_tried_as_often_as_at_first() -> None
 
 def test_better_is_what_is_better_than_at_its_worst_since() -> None:
     """An estimate that has become worse in between must come down from there."""
-    exploration = begun()
+    exploration = Reprobing(0.0, SLOW_S)
     assert not exploration.is_due(0.0, 10 * SLOW_S, 0)
     assert exploration.is_due(0.0, 5 * SLOW_S, 0)
