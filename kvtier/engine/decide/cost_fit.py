@@ -10,9 +10,9 @@ little: it is bounded. A change must be followed at once: several far-off observ
 on the same side, are a change, and then all that was learnt before is worthless. If hardly anything
 was learnt recently, one of them is enough.
 
-Rejected: numpy, whose solver takes ten times as long for two coefficients as the formula; a third
-coefficient, for what each step takes: costs are asked for by the token, which needs it spread over
-tokens, as the fit of two does.
+Rejected: numpy, whose solver takes longer than the formula for two coefficients, once for each job;
+a third coefficient, for what each step of the engine takes: costs are asked for by the token, so it
+must be spread over tokens, and the fit of two does that by the steps that there are.
 """
 
 from __future__ import annotations
@@ -22,14 +22,9 @@ from typing import Final
 FAR: Final = 2.0
 """Far off: more than this factor between the expected and the seen value, either way."""
 
-FACTOR_MAX: Final = 4.0
-"""The factor that an outlier counts as being off at most, either way."""
-
-CHANGED: Final = 3
-"""So many far-off observations in a row are a change."""
-
-SUPPORT_MIN: Final = 1.0
-"""With less than the weight of one observation behind it, an expectation is not defended."""
+FACTOR_MAX: Final = 4.0  #: that an outlier counts as being off at most, either way
+CHANGED: Final = 3  #: so many far-off observations in a row are a change
+SUPPORT_MIN: Final = 1.0  #: an expectation of less weight than one observation is not defended
 
 ALIKE: Final = 0.02
 """Minimum variance of ``x / y``, as a share of its mean square, to separate the coefficients."""

@@ -1,7 +1,6 @@
 """Decides where to cut a prefix: its head is loaded from tiers, its tail recomputed.
 
-The time until a request's first token, if its first ``j`` keys are loaded and the
-rest of the tiers' blocks is computed, is::
+The time until a request's first token, if its first keys are loaded and the others computed, is::
 
     max over tiers (latency + seconds per block * (outstanding + blocks of it)),
         or until the engine has finished its earlier prompts, if that takes longer
@@ -10,10 +9,9 @@ rest of the tiers' blocks is computed, is::
 Added to that is how much longer other requests wait if their loads end meanwhile: while an engine
 computes one prompt, requests that need no more than a step must wait.
 
-Loads from several tiers run side by side. Blocks that are in the primary tier already cost
-nothing. Within a run of blocks of one tier, this is concave on either side
-of the point where that tier becomes the slowest, so the best cut is at an end of the
-run, or at that point: no other cuts are tried.
+Blocks that are in the primary tier already cost nothing. Within a run of blocks of one tier, this
+is concave on either side of the point where that tier becomes the slowest, so the best cut is at an
+end of the run, or at that point: no other cuts are tried.
 
 Of several KV-cache groups, a prefix of ``n`` tokens needs blocks of all groups up to token ``n``:
 with full attention every block, with a window the last ones. Cuts are tried where a group's blocks
@@ -24,7 +22,6 @@ from __future__ import annotations
 
 from collections import Counter
 from math import ceil, floor, hypot
-from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -42,6 +39,9 @@ ASKING: Final = -2
 
 FREE: Final = -3
 """The place of blocks that are in the primary tier, or in flight to it."""
+
+CUTS_MAX: Final = 16
+"""Limit on cuts of several groups that are tried; of more, the last ones."""
 
 _ALIKE: Final = 1e-9  # of seconds: a tie
 
@@ -94,11 +94,6 @@ class Estimates(NamedTuple):
         known = ((self.costs.get(tier), count) for tier, count in counts.items())
         return max((cost.seconds(count) for cost, count in known if cost is not None), default=0.0)
 
-    def load_alone_s(self, counts: Mapping[int, int]) -> float:
-        """Return the time that such loads take once tiers have no other work."""
-        alone = {tier: cost._replace(outstanding=0) for tier, cost in self.costs.items()}
-        return self._replace(costs=alone).load_s(counts)
-
     def spread(self) -> float:
         """Return the largest error of the load estimates, as a share of the estimate."""
         return max((cost.spread for cost in self.costs.values()), default=0.0)
@@ -118,38 +113,8 @@ class Estimates(NamedTuple):
 def best_cut(runs: Sequence[Run], place: TokenPlace, estimates: Estimates) -> Cut:
     """Return the best cut. Of two equal ones, the one that loads more."""
     first, chunk = place
-    cuts = [
-        (keys, first + keys * chunk, counts, estimates.load_s(counts))
-        for keys, counts in _candidates(runs, estimates)
-    ]
+    cuts = [(keys, first + keys * chunk, of) for keys, of in _candidates(runs, estimates)]
     return _best(cuts, first + sum(run.length for run in runs) * chunk, estimates)
-
-
-def _best(
-    cuts: Sequence[tuple[int, int, dict[int, int], float]], end: int, estimates: Estimates
-) -> Cut:
-    """Return the best of growing cuts: its length, its last token, its blocks by tier, their load.
-
-    The first one loads nothing, the last one all.
-    """
-    compute_s = estimates.rates.seconds
-    sums = [estimates.seconds(load_s, compute_s(token, end)) for _, token, _, load_s in cuts]
-    least = min(sums)
-    least += _ALIKE * max(1.0, least)
-    length, token, counts, load_s = max(
-        (cut for cut, seconds in zip(cuts, sums, strict=True) if seconds <= least),
-        key=itemgetter(0),
-    )
-    first, (_, _, all_counts, all_load_s) = cuts[0][1], cuts[-1]
-    return Cut(
-        length,
-        tuple(counts.items()),
-        load_s,
-        compute_s(first, token),
-        sum(all_counts.values()),
-        all_load_s,
-        compute_s(first, end),
-    )
 
 
 def _candidates(runs: Sequence[Run], estimates: Estimates) -> Iterator[tuple[int, dict[int, int]]]:
@@ -160,28 +125,44 @@ def _candidates(runs: Sequence[Run], estimates: Estimates) -> Iterator[tuple[int
     yield 0, {}
     for where, count in runs:
         if where != FREE:
-            before = counts.get(where, 0)
-            others_s = max(free_s, estimates.load_s({**counts, where: 0}))
-            for more in _bends(before, count, estimates.costs.get(where), others_s):
-                yield keys + more, {**counts, where: before + more}
+            before, cost = counts.get(where, 0), estimates.costs.get(where)
+            if (
+                cost is not None and cost.block_s > 0
+            ):  # while others are busy, some load for nothing
+                others_s = max(free_s, estimates.load_s({**counts, where: 0}))
+                bend = (others_s - cost.latency_s) / cost.block_s - cost.outstanding - before
+                bend = min(max(bend, 0.0), count)
+                for more in range(max(floor(bend), 1), min(ceil(bend), count - 1) + 1):
+                    yield keys + more, {**counts, where: before + more}
             counts = {**counts, where: before + count}
         keys += count
         yield keys, counts
 
 
-def _bends(before: int, count: int, cost: LoadCost | None, others_s: float) -> Iterator[int]:
-    """Yield how many blocks of a run can load while other loads, or the engine, are busy."""
-    if cost is None or cost.block_s <= 0:
-        return
-    within = (others_s - cost.latency_s) / cost.block_s - cost.outstanding - before
-    if 0 < within < count:
-        for more in {floor(within), ceil(within)}:
-            if 0 < more < count:
-                yield more
+def _best(cuts: Sequence[tuple[int, int, dict[int, int]]], end: int, estimates: Estimates) -> Cut:
+    """Return the best of growing cuts: their lengths, their last tokens, their blocks by tier.
 
-
-CUTS_MAX: Final = 16
-"""Limit on cuts that are tried; of more, the last ones."""
+    The first one loads nothing, the last one all.
+    """
+    compute_s = estimates.rates.seconds
+    loads_s = [estimates.load_s(counts) for _, _, counts in cuts]
+    sums = [
+        estimates.seconds(load_s, compute_s(token, end))
+        for load_s, (_, token, _) in zip(loads_s, cuts, strict=True)
+    ]
+    most = min(sums) + _ALIKE * max(1.0, min(sums))
+    best = max(number for number, seconds in enumerate(sums) if seconds <= most)
+    keys, token, counts = cuts[best]
+    first = cuts[0][1]
+    return Cut(
+        keys,
+        tuple(counts.items()),
+        loads_s[best],
+        compute_s(first, token),
+        sum(cuts[-1][2].values()),
+        loads_s[-1],
+        compute_s(first, end),
+    )
 
 
 def best_prefix(
@@ -195,11 +176,11 @@ def best_prefix(
 
     ``where``: the tier that has a block, or ``FREE``. ``first_token``: the GPU has those before.
     """
-    cuts: list[tuple[int, int, dict[int, int], float]] = [(0, first_token, {}, 0.0)]
+    cuts: list[tuple[int, int, dict[int, int]]] = [(0, first_token, {})]
     for end in (*_changes(groups, tokens, where)[-CUTS_MAX:], tokens):
         counts = _needed(groups, end, where)
         if counts is not None:
-            cuts.append((end, end, counts, estimates.load_s(counts)))
+            cuts.append((end, end, counts))
     return _best(cuts, tokens, estimates)
 
 

@@ -22,7 +22,7 @@ Times are seconds of the runtime's clock.
 from __future__ import annotations
 
 from bisect import bisect_right
-from itertools import groupby, takewhile
+from itertools import groupby, islice, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core import messages as m
@@ -91,7 +91,7 @@ class LoadDecisions:
         self.learns_from_steps = config.load_policy == "auto" and bool(config.tiers)
         self._speed = PrefillSpeed(config.prefill_tokens_per_s)
         self._queue = PrefillBacklog()
-        self._costs: dict[int, LoadCost] = {}
+        self._costs: dict[int, LoadCost | None] = {}
         self._declined: dict[int, Reprobing] = {}  # the tiers that the latest decision declined
         self._noticed_at: dict[int, float] = {}
 
@@ -105,24 +105,13 @@ class LoadDecisions:
         return self.learns_from_steps and self._speed.rates is not None
 
     def _cost_learned(self, message: m.LoadCostLearned) -> None:
-        if message.cost is None:
-            self._costs.pop(message.tier, None)
-        else:
-            self._costs[message.tier] = message.cost
+        self._costs[message.tier] = message.cost
 
     def _step_computed(self, message: m.StepComputed) -> None:
         expected_s = self._speed.step(message.tokens, message.attention, message.seconds)
         if expected_s is not None and message.seconds is not None:
             self.counts.prefill_expected_seconds += expected_s
             self.counts.prefill_seconds += message.seconds
-
-    def _costs_now(self) -> dict[int, LoadCost]:
-        """Return the costs of loads by tier, counting loads about to be sent in this step."""
-        unsent = self._promotions.unsent_counts()
-        return {
-            tier: cost._replace(outstanding=cost.outstanding + unsent.get(tier, 0))
-            for tier, cost in self._costs.items()
-        }
 
     # --- deciding ---
 
@@ -140,8 +129,11 @@ class LoadDecisions:
             tier = self._directory.seen_at(keys[0], request.search)
             if best_cut([Run(tier, len(keys))], place, estimates).blocks:
                 return
-        places = takewhile(NOWHERE.__ne__, map(self._where(request), keys))
-        runs = [Run(tier, len(list(each))) for tier, each in groupby(places)]
+        runs = []
+        for tier, same in groupby(map(self._where(request), keys)):
+            if tier == NOWHERE:
+                break
+            runs.append(Run(tier, len(list(same))))
         cut = best_cut(runs, place, estimates)
         if cut.blocks and not is_known:
             return
@@ -189,7 +181,13 @@ class LoadDecisions:
         if self._directory.is_apart(request.search.request):
             request.mark_decided()  # it came with parameters for a tier: a router has decided
             return None
-        return self._queue.estimates(request, rates, self._costs_now(), now)
+        unsent = self._promotions.unsent_counts()  # loads about to be sent in this step
+        costs = {
+            tier: cost._replace(outstanding=cost.outstanding + unsent.get(tier, 0))
+            for tier, cost in self._costs.items()
+            if cost is not None
+        }
+        return self._queue.estimates(request, rates, costs, now)
 
     def _where(self, request: Request) -> Callable[[Key], int]:
         slot_of, seen_at, search = self._slot_of, self._directory.seen_at, request.search
@@ -213,7 +211,7 @@ class LoadDecisions:
             if self._declined.pop(tier, None):
                 self._notice("blocks are loaded again", tier, cut)
             return cut.keys
-        if self._is_reprobed(tier, cut):
+        if self._is_reprobed(tier, cut, estimates):
             patience_s = EXPLORING_SHARE * cut.compute_s
             request.wait_for_loads(patience_s, patience_s)
             self.counts.explorations_decided += 1
@@ -223,9 +221,9 @@ class LoadDecisions:
         self.counts.recomputes_decided += 1
         return cut.keys
 
-    def _is_reprobed(self, tier: int, cut: Cut) -> bool:
+    def _is_reprobed(self, tier: int, cut: Cut, estimates: Estimates) -> bool:
         """Return whether a request that declines a tier loads a few blocks, to measure it."""
-        now, cost = self._promotions.now, self._costs_now().get(tier)
+        now, cost = self._promotions.now, estimates.costs.get(tier)
         if cost is None:
             return False
         expected_s = cost.latency_s + cost.block_s * EXPLORED_BLOCKS_MAX
@@ -250,9 +248,11 @@ class LoadDecisions:
 
     def _have_wait_for_room(self, cut: Cut, request: Request, estimates: Estimates) -> None:
         """Have it wait for slots that others hold, while loading later still beats computing."""
-        if not self._costs or self._promotions.leases_of(request.search.request):
+        if not estimates.costs or self._promotions.leases_of(request.search.request):
             return  # no tier's cost is known yet; or its loads were begun before anything was known
-        wait_s = estimates.computed_s + cut.saved_s - estimates.load_alone_s(dict(cut.counts))
+        alone = {tier: cost._replace(outstanding=0) for tier, cost in estimates.costs.items()}
+        load_s = estimates._replace(costs=alone).load_s(dict(cut.counts))
+        wait_s = estimates.computed_s + cut.saved_s - load_s
         if cut.blocks and wait_s > 0:
             until = self._promotions.now + min(wait_s, self._wait_timeout_s)
             request.wait_for_room(cut.blocks, until)
@@ -275,21 +275,22 @@ class PrefillBacklog:
         self, request: Request, rates: Rates, costs: Mapping[int, LoadCost], now: float
     ) -> Estimates:
         """Return the estimates that a decision for ``request`` is based on."""
-        waiting = {each: at for each, at in self._loaded_at.items() if at > now and each.is_weighed}
-        waiting.pop(request, None)
-        self._loaded_at = waiting
+        behind_others = {}
+        for tier, cost in costs.items():
+            blocks, since = self._owed.get(tier, (0, now))
+            left = blocks - (now - since) / cost.block_s if cost.block_s else blocks
+            behind_others[tier] = cost._replace(outstanding=int(max(left, cost.outstanding)))
+        self._loaded_at = {
+            each: at
+            for each, at in self._loaded_at.items()
+            if at > now and each.is_weighed and each is not request
+        }
         return Estimates(
             rates,
-            {tier: self._behind_others(tier, cost, now) for tier, cost in costs.items()},
+            behind_others,
             max(0.0, self._computed_at - now),
-            tuple(at - now for at in list(waiting.values())[:LOADING_MAX]),
+            tuple(at - now for at in islice(self._loaded_at.values(), LOADING_MAX)),
         )
-
-    def _behind_others(self, tier: int, cost: LoadCost, now: float) -> LoadCost:
-        blocks, since = self._owed.get(tier, (0, now))
-        if blocks and cost.block_s > 0:
-            blocks -= int((now - since) / cost.block_s)
-        return cost if blocks <= cost.outstanding else cost._replace(outstanding=blocks)
 
     def add(
         self, request: Request, cut: Cut, compute_s: float, estimates: Estimates, now: float
@@ -298,7 +299,6 @@ class PrefillBacklog:
         if cut.blocks:
             self._loaded_at[request] = now + cut.load_s
         for tier, count in cut.counts:
-            cost = estimates.costs.get(tier)
-            if cost is not None:
-                self._owed[tier] = (cost.outstanding + count, now)
+            if tier in estimates.costs:
+                self._owed[tier] = (estimates.costs[tier].outstanding + count, now)
         self._computed_at = max(self._computed_at, now) + compute_s
