@@ -130,7 +130,9 @@ class LoadDecisions:
             if best_cut([Run(tier, len(keys))], place, estimates).blocks:
                 return
         runs = []
-        for tier, same in groupby(map(self._where(request), keys)):
+        slot_of, seen_at, search = self._slot_of, self._directory.seen_at, request.search
+        places = (FREE if key in slot_of else seen_at(key, search) for key in keys)
+        for tier, same in groupby(places):
             if tier == NOWHERE:
                 break
             runs.append(Run(tier, len(list(same))))
@@ -158,7 +160,11 @@ class LoadDecisions:
         if estimates is None:
             return tokens
         request.mark_decided()
-        where = self._where(request)
+        slot_of, seen_at, search = self._slot_of, self._directory.seen_at, request.search
+
+        def where(key: Key) -> int:
+            return FREE if key in slot_of else seen_at(key, search)
+
         cut = best_prefix(groups, tokens, where, first_token, estimates)
         end = max(end for group in groups for end in group.ends)
         compute_s = estimates.rates.seconds(max(cut.keys, first_token), end)
@@ -188,10 +194,6 @@ class LoadDecisions:
             if cost is not None
         }
         return self._queue.estimates(request, rates, costs, now)
-
-    def _where(self, request: Request) -> Callable[[Key], int]:
-        slot_of, seen_at, search = self._slot_of, self._directory.seen_at, request.search
-        return lambda key: FREE if key in slot_of else seen_at(key, search)
 
     def _decided(
         self, runs: Sequence[Run], cut: Cut, request: Request, estimates: Estimates
