@@ -30,7 +30,7 @@ IN_THE_ENGINE = {  # the facade and the cell, above these, may import all of the
     "decide": set(),
     "link": {"decide"},  # it meets the primary tier by messages only
     "primary": {"decide"},
-    "staged": {"decide", "link", "primary", "cell"},
+    "staged": {"facade"},
 }
 IN_THE_ADAPTER = {  # the entry points, above these, may import all of them
     "memory": set(),

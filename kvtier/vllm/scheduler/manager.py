@@ -94,6 +94,9 @@ It also identifies the release, for other faults that 0.33 has fixed."""
 class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stubs
     """One engine's manager. Scheduler thread only."""
 
+    _ahead_of: ReqContext | None  # whose keys were looked up ahead in this step
+    _sources_of: ReqContext | None  # whose sources were asked for
+
     def __init__(
         self,
         facade: SchedulerFacade,
@@ -145,16 +148,14 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         # Found in this step: one request's lookup results, sources of one's blocks.
         self._ahead: dict[bytes, LookupResult] = {}
         self._sources: Mapping[bytes, int] = {}
-        self._ahead_of: ReqContext | None = None
-        self._sources_of: ReqContext | None = None
         self._loading: list[str] = []  # requests that began a load in this step
+        self._reset_step()
         self._steps = PrefillSteps.of(facade, self._chunk_tokens, offers_first=_TELLS_WHEN_FLUSHED)
         self._granted, self._parents = OpenGrants(), Parents(self._groups)
         self._resumed = ResumedRequests(are_held_back=not _TELLS_WHEN_FLUSHED)
         self._group_lookups = GroupLookups(facade, self._groups, self._steps)
-        self.requests = EngineRequests(
-            self._weights, None if self._several_groups else self._chunk_tokens
-        )
+        tokens = None if self._several_groups else self._chunk_tokens
+        self.requests = EngineRequests(self._weights, tokens)
 
     # --- requests ---
 
