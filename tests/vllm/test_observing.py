@@ -30,7 +30,8 @@ from kvtier.engine.facade import SchedulerFacade
 from kvtier.engine.link.tier_link import TierLink
 from kvtier.engine.primary.primary_tier import PrimaryTier
 from kvtier.settings.extra_config import read_settings
-from kvtier.vllm import KVTierOffloadingSpec, metric_definitions, metrics
+from kvtier.vllm import KVTierOffloadingSpec
+from kvtier.vllm.scheduler import metric_definitions, metrics
 from kvtier.vllm.scheduler.kv_events import KVEvents
 from kvtier.vllm.scheduler.manager import KVTierManager
 from kvtier.vllm.scheduler.metrics import MetricsExporter
