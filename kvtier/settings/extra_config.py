@@ -51,7 +51,7 @@ class VLLMOptions:
     canonical_layout: option.Flag = False
     """a layout whose bytes do not depend on the parallel sizes"""
     sync_load_budget_bytes: option.Size = 0
-    """vLLM 0.33 reads it; with Mamba layers it counts as 0"""
+    """vLLM reads it, if its release has it; with Mamba layers it counts as 0"""
     secondary_tiers: option.ReadApart[tuple[Mapping[str, Any], ...]] = ()
     """a list of tiers, asked in this order. Refused: two tiers at one place"""
 

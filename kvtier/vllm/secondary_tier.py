@@ -40,12 +40,12 @@ from kvtier.vllm.identity.media import know_media, mark_contents
 from kvtier.vllm.identity.own_spec import namespace_of, vllm_configs
 from kvtier.vllm.identity.sharing import apart_if_unknown
 from kvtier.vllm.identity.weight_updates import weights_here
-from kvtier.vllm.scheduler.groups import in_token_order, positions_of
+from kvtier.vllm.releases import positions_of, warn_if_untested
+from kvtier.vllm.scheduler.groups import in_token_order
 from kvtier.vllm.scheduler.kv_events import KVEvents, Place
 from kvtier.vllm.scheduler.metric_definitions import tier_metric_definitions, unregister_own_metrics
 from kvtier.vllm.scheduler.metrics import TierExporter
 from kvtier.vllm.scheduler.tier_facts import TierFacts
-from kvtier.vllm.start import warn_of_this_release
 from kvtier.vllm.workarounds.connector_hooks import hook_connector
 from kvtier.vllm.workarounds.connectors_beside import OWN_SPEC, check_place_of_tier
 from kvtier.vllm.workarounds.guarded_observer import GuardedObserver
@@ -92,7 +92,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
     ) -> None:
         """``options``: the entry's other keys. ``clock``: for tests."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        warn_of_this_release()
+        warn_if_untested()
         hook_connector()
         check_place_of_tier(type(self).__name__, *OWN_SPEC, vllm_configs())
         slot_count, block_bytes = len(primary_kv_view), int(self.block_size_bytes)
@@ -248,13 +248,13 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         hosted = definitions_of([tier]) if isinstance(tier, dict) else {}
         return {**hosted, **tier_metric_definitions()}
 
-    @classmethod  # no @override: vLLM 0.32 does not have it
+    @classmethod  # no @override: not every release has it
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
-        """Return the label names of a vLLM tier hosted inside (called by vLLM 0.33)."""
+        """Return the label names of a vLLM tier hosted inside."""
         return info_keys_of(tier_config["tier"])
 
     def config_info(self) -> Mapping[str, str | int | float | bool]:
-        """Return the labels of a vLLM tier hosted inside (called by vLLM 0.33)."""
+        """Return the labels of a vLLM tier hosted inside."""
         return self._hosting.labels_of.get(self._facade.statistics().tiers[0].name, {})
 
     # --- resets and the end ---

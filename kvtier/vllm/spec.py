@@ -98,9 +98,9 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         hosted = definitions_of(_tiers_in(extra_config))
         return {**hosted, **definitions, **metric_definitions(extra_config)}
 
-    @classmethod  # no @override: vLLM 0.32 does not have it
+    @classmethod  # no @override: not every release has it
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
-        """Return the label names that the manager's ``config_info`` fills (vLLM 0.33)."""
+        """Return the label names that the manager's ``config_info`` fills."""
         inherited = getattr(super(), "config_info_keys", None)
         if inherited is None:
             return ()

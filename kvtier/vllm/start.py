@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Final
-
-import vllm
+from typing import TYPE_CHECKING
 
 from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.log import log
 from kvtier.runtime import open_runtime, wait_for_servers
 from kvtier.vllm.hosted.backend import HostingEngine
+from kvtier.vllm.releases import warn_if_untested
 from kvtier.vllm.scheduler.manager import KVTierManager
 
 if TYPE_CHECKING:
@@ -25,26 +24,6 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.slot_memory import SlotMemory
     from kvtier.settings.runtime_config import RuntimeConfig
     from kvtier.vllm.memory.region import Region
-
-
-TESTED_RELEASES: Final = ("0.32", "0.33")
-"""vLLM releases of which a real engine runs in kvtier's tests."""
-
-
-def warn_of_untested_release(installed: str) -> None:
-    """Warn if this version of vLLM is not of a release that kvtier is tested with."""
-    if ".".join(installed.split(".")[:2]) not in TESTED_RELEASES:
-        log.warning(
-            "kvtier is not tested with this vLLM",
-            vllm=installed,
-            tested=", ".join(TESTED_RELEASES),
-            remedy="install one of these, or a kvtier that knows this one",
-        )
-
-
-def warn_of_this_release() -> None:
-    """Warn if the installed vLLM is not of a release that kvtier is tested with."""
-    warn_of_untested_release(str(vllm.__version__))
 
 
 def build_manager(
@@ -62,7 +41,7 @@ def build_manager(
     ``weights``: a readable identification of them, for the log.
     """
     began_s = time.monotonic()
-    warn_of_this_release()
+    warn_if_untested()
     hosting = HostingEngine(spec, memory)
     facade = open_runtime(
         config,

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.kv_offload.base import Locality, Medium
 
+from kvtier.vllm.releases import NOTIFIES_WHEN_FLUSHED
 from kvtier.vllm.scheduler import manager as manager_module
 from tests.vllm.support.stepped_manager import FS, MEMORY, context, keys, stepped
-
-TELLS_WHEN_FLUSHED = manager_module._TELLS_WHEN_FLUSHED
 
 
 def test_an_engine_that_nobody_asked_anything_steps_once() -> None:
@@ -36,7 +35,7 @@ def test_a_reset_waits_for_the_gpu_as_long_as_steps_may_be_in_flight(
         manager.prepare_store(keys("A"), writer)
         played.step()
         manager.reset_cache()
-        if TELLS_WHEN_FLUSHED:
+        if NOTIFIES_WHEN_FLUSHED:
             played.step()
             assert played.facade.statistics().primary.quarantined_slots == 1
             manager.on_reset_flushed()

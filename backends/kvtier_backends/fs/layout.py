@@ -1,4 +1,4 @@
-"""Defines the file of each block: in kvtier's own folders, or exactly those of vLLM 0.32.
+"""Defines the file of each block: in kvtier's own folders, or exactly those of vLLM's own tier.
 
 kvtier:  ``<root>/<model>_<digest of the facts>/<hhh>/<hh>/<key>.kv``
 vLLM:    ``<root>/<model>_<digest of its fields>_r<rank>/<hhh>/<hh>_g<group>/<hash>.bin``

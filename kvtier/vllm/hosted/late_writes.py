@@ -114,7 +114,7 @@ class Peer:
             if self._peers.session(self._address) is not self._session:
                 return False
             self._agent = self._peers.agent(self._address)
-            # vLLM 0.33 may be connected to the peer before it knows the name of its process.
+            # vLLM may be connected to the peer before it knows the name of its process.
             if self._session.ready and self._agent is not None:
                 self._began_s = asyncio.get_running_loop().time()
                 return True

@@ -68,7 +68,7 @@ def hosted_in(
 
 
 def info_keys_of(tier: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the labels that a hosted tier reports; vLLM 0.32 has none."""
+    """Return the names of the labels that a hosted tier reports; not in every release."""
     hosted = hosted_in(tier)
     names = getattr(hosted and hosted[0], "config_info_keys", None)
     return () if hosted is None or names is None else tuple(names(hosted[1]))

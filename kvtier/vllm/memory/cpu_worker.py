@@ -123,7 +123,7 @@ class CPUPlatformWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is unty
         job_id: int,
         src_spec: LoadStoreSpec,
         dst_spec: GPULoadStoreSpec,
-        expedited: bool = False,  # noqa: FBT001, FBT002 - vLLM 0.33's signature
+        expedited: bool = False,  # noqa: FBT001, FBT002 - vLLM's signature
     ) -> bool:
         """Copy host slots into engine pages. Done when this returns, expedited or not."""
         del expedited

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvtier.plugin_api.keys import GROUP_BYTES
 from kvtier.plugin_api.log import log
+from kvtier.vllm.releases import REMEDY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +43,7 @@ def group_kinds(spec: OffloadingSpec) -> Mapping[bytes, GroupKind]:
         log.warning(
             "this vLLM does not tell which layers look back a limited way: blocks of models that "
             "have such layers may be found in no tier but the primary",
-            remedy="use vLLM 0.32 or 0.33",
+            remedy=REMEDY,
         )
     return {_name(group.group_id): GroupKind() for group in spec.config.groups}
 

@@ -318,7 +318,7 @@ def _has_no_writer(path: Path, fd: int) -> bool:
 
 
 def _more_of(path: Path) -> list[Path]:
-    """Return the further files of a large region, which vLLM 0.33 creates for its own specs."""
+    """Return the further files of a large region, which vLLM creates for its own specs."""
     return [
         each
         for each in path.parent.iterdir()

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from itertools import islice
-from typing import TYPE_CHECKING, Final
-
-from vllm.v1.kv_offload.base import ReqContext
+from typing import TYPE_CHECKING
 
 from kvtier.core.block_state import BlockState
 from kvtier.core.messages import GroupKeys, RequestOrder
 from kvtier.plugin_api.keys import GROUP_BYTES
-from kvtier.plugin_api.log import log
 from kvtier.vllm.memory.group_kinds import group_kinds
 
 if TYPE_CHECKING:
@@ -29,26 +26,6 @@ if TYPE_CHECKING:
     from kvtier.vllm.memory.group_kinds import GroupKind
 
 _NO_END = 1 << 62  # for keys without a position from vLLM: behind all others
-
-
-HAS_POSITIONS: Final = "_offload_key_positions" in getattr(ReqContext, "__dataclass_fields__", {})
-"""vLLM publishes the position of a given key, but not the list of all keys."""
-
-
-def warn_without_positions() -> None:
-    """Warn of the cost of a vLLM that doesn't publish where a request's keys end."""
-    if not HAS_POSITIONS:
-        log.warning(
-            "this vLLM does not tell the positions of keys: blocks are looked up one by one, "
-            "and models with several KV-cache groups are served from no tier but the primary",
-            remedy="use vLLM 0.32 or 0.33",
-        )
-
-
-def positions_of(req_context: ReqContext) -> dict[bytes, int]:
-    """Return the end token of each key of a request, in the order in which vLLM made the keys."""
-    positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
-    return positions
 
 
 def in_token_order(keys: Collection[bytes], end_of: Mapping[bytes, int]) -> list[bytes]:

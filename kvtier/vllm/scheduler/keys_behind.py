@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.vllm.scheduler.groups import positions_of
+from kvtier.vllm.releases import positions_of
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import ReqContext

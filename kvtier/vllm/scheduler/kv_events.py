@@ -29,13 +29,13 @@ somewhere (``scheduler/event_orphans.py``).
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadingEvent
 
 from kvtier.core.events import PRIMARY, EventKind
+from kvtier.vllm.releases import HAS_METADATA_EVENTS
 from kvtier.vllm.scheduler.event_orphans import Orphans
 
 if TYPE_CHECKING:
@@ -56,14 +56,8 @@ CHEAP_HASHES: Final = 4
 AGAIN_COST: Final = 16
 """The number of blocks that one announced again counts for: it takes three events by itself."""
 
-_HAS_METADATA_ONLY: Final = "metadata_only" in {
-    field.name for field in dataclasses.fields(OffloadingEvent)
-}
-"""vLLM 0.33: an event that ends the tracker's description of a block, and announces nothing."""
-
-
 DESCRIBED_RESULTS: Final = (
-    (LookupResult.HIT, LookupResult.HIT_PENDING) if _HAS_METADATA_ONLY else (LookupResult.HIT,)
+    (LookupResult.HIT, LookupResult.HIT_PENDING) if HAS_METADATA_EVENTS else (LookupResult.HIT,)
 )
 """The lookup results after which vLLM's connector describes the block."""
 
@@ -245,11 +239,11 @@ class KVEvents:
         """Make vLLM forget blocks that it has described and that never arrived."""
         place = self._places[PRIMARY].place
         keys = [key for key in keys if PRIMARY in self._described.get(key, ())]
-        if _HAS_METADATA_ONLY:
+        if HAS_METADATA_EVENTS:
             for key in keys:
                 self._described[key].discard(PRIMARY)
             self._emit(place, keys, removed=True, metadata_only=True)
-        else:  # vLLM 0.32: both in one batch, so that no router sees the block in between
+        else:  # both in one batch, so that no router sees the block in between
             self._emit(place, keys, removed=False, removal_expected=True)
             self._withdraw(PRIMARY, keys)
 

@@ -1,8 +1,8 @@
 """Implements vLLM's ``OffloadingManager`` with kvtier's facade.
 
-Every method of the interface in vLLM 0.32 and 0.33. All of them run on vLLM's
-scheduler thread; tiers work on threads of their own and never enter here, so
-the lock that 0.33 requires is an empty one.
+Every method of the interface, in each release that kvtier runs in (``kvtier/vllm/releases.py``).
+All of them run on vLLM's scheduler thread; tiers work on threads of their own and never enter here,
+so the lock that vLLM may want is an empty one.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ from kvtier.core.block_state import BlockState
 from kvtier.vllm.hosted.request_params import packed_params, peer_of
 from kvtier.vllm.identity.media import MEDIA
 from kvtier.vllm.identity.weight_updates import EngineWeights
+from kvtier.vllm.releases import (
+    LOADS_WHEN_PREEMPTED,
+    NOTIFIES_WHEN_FLUSHED,
+    positions_of,
+    warn_without_positions,
+)
 from kvtier.vllm.scheduler.grants import OpenGrants
 from kvtier.vllm.scheduler.group_lookups import GroupLookups
 from kvtier.vllm.scheduler.groups import (
     Groups,
     Parents,
     in_token_order,
-    positions_of,
-    warn_without_positions,
 )
 from kvtier.vllm.scheduler.idle_work import IdleWork
 from kvtier.vllm.scheduler.keys_behind import keys_behind
@@ -85,11 +89,6 @@ SPIN_S: Final = 0.001
 
 SPIN_YIELD_S: Final = 0.0005
 
-_TELLS_WHEN_FLUSHED: Final = hasattr(OffloadingManager, "on_reset_flushed")
-"""vLLM 0.33 notifies when workers have released the blocks in use at a reset; 0.32 doesn't.
-
-It also identifies the release, for other faults that 0.33 has fixed."""
-
 
 class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stubs
     """One engine's manager. Scheduler thread only."""
@@ -113,7 +112,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._begin_generation = self._weights.add(self.reset_cache, facade.reset, config)
         self._lookup_state = facade.lookup_state  # called for each key
         self._memory, self._region, self._unlinked = memory, region, False
-        self._info = getattr(spec, "cpu_info", None)  # vLLM 0.33
+        self._info = getattr(spec, "cpu_info", None)
         self._close_timeout_s = config.close_timeout_s
         self._tiers = [TierFacts(tier) for tier in config.tiers]
         self._several_groups = len(spec.config.groups) > 1
@@ -150,9 +149,9 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._sources: Mapping[bytes, int] = {}
         self._loading: list[str] = []  # requests that began a load in this step
         self._reset_step()
-        self._steps = PrefillSteps.of(facade, self._chunk_tokens, offers_first=_TELLS_WHEN_FLUSHED)
+        self._steps = PrefillSteps.of(facade, self._chunk_tokens)
         self._granted, self._parents = OpenGrants(), Parents(self._groups)
-        self._resumed = ResumedRequests(are_held_back=not _TELLS_WHEN_FLUSHED)
+        self._resumed = ResumedRequests(are_held_back=not LOADS_WHEN_PREEMPTED)
         self._group_lookups = GroupLookups(facade, self._groups, self._steps)
         tokens = None if self._several_groups else self._chunk_tokens
         self.requests = EngineRequests(self._weights, tokens)
@@ -454,20 +453,20 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._resumed.emptied()
         self._group_lookups.clear()
         self._granted.clear()
-        if not _TELLS_WHEN_FLUSHED:
+        if not NOTIFIES_WHEN_FLUSHED:
             self._flush_steps_left = self._flush_steps
 
     def on_reset_flushed(self) -> None:
-        """Release the blocks that workers used at the last reset (called by vLLM 0.33)."""
+        """Release the blocks that workers used at the last reset (``NOTIFIES_WHEN_FLUSHED``)."""
         self.facade.on_reset_flushed()
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Return an empty lock: only the scheduler's thread ever enters (required by vLLM 0.33)."""
+        """Return an empty lock: only the scheduler's thread ever enters."""
         return nullcontext()
 
     def config_info(self) -> list[dict[str, Any]]:
-        """Return the labels of vLLM 0.33's info metric, one mapping per tier."""
+        """Return the labels of vLLM's info metric, one mapping per tier."""
         return self._watch.safely("config_info", self._labels) or [{}]
 
     def _labels(self) -> list[dict[str, Any]]:

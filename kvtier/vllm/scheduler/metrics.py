@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.backend import Connection
+from kvtier.vllm.releases import PROMOTION_LATENCY
 from kvtier.vllm.scheduler.metric_definitions import (
     ANSWERS_PER_SECOND,
     BACKEND,
@@ -65,7 +66,6 @@ _Label = tuple[str, ...]
 C = TypeVar("C")
 
 _PRIMARY_LABEL: Final[_Label] = ("0:primary",)
-_PROMOTION_LATENCY: Final = getattr(TieringOffloadingMetrics, "PROMOTION_LATENCY", None)
 
 
 class _Counter(NamedTuple):
@@ -358,10 +358,10 @@ class MetricsExporter:
         for name, tier in zip(self._tier_names, observations.tiers, strict=True):
             for seconds in tier.probe_seconds:
                 sample.observe(TieringOffloadingMetrics.LOOKUP_ASYNC_DELAY, seconds, (name,))
-            if _PROMOTION_LATENCY is not None:
+            if PROMOTION_LATENCY is not None:
                 for seconds, success in tier.promotion_seconds:
                     result = "success" if success else "failure"
-                    sample.observe(_PROMOTION_LATENCY, seconds, (name, result))
+                    sample.observe(PROMOTION_LATENCY, seconds, (name, result))
 
     def _set(self, sample: Sample, metric: str, value: float, label: _Label = ()) -> None:
         """Report a gauge if it has changed."""

@@ -8,10 +8,10 @@ tokens that lie behind the first key it looked up, behind those loaded, and behi
 before; up to the end of its prompt, because generated tokens are computed one by one. This is
 exact except for the prompt's last, partial chunk.
 
-Time counts while the engine has a request that is not waiting. vLLM 0.32 offers a step's chunks
-after its ``on_schedule_end``, so they are known when the step has ended; 0.33 offers them before
-that, so they are kept for one step more. ``kvtier/engine/decide/prefill_speed.py`` determines
-the shift due to async scheduling.
+Time counts while the engine has a request that is not waiting. Where vLLM offers a step's chunks
+after its ``on_schedule_end``, they are known when the step has ended; where it offers them before
+that (``kvtier/vllm/releases.py``), they are kept for one step more. The shift due to async
+scheduling is determined by ``kvtier/engine/decide/prefill_speed.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.core.messages import TokenPlace
 from kvtier.engine.decide.prefill_speed import LAG_MAX
+from kvtier.vllm.releases import OFFERS_BEFORE_STEP_ENDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -68,13 +69,13 @@ class PrefillSteps:
         self._was_busy = False
 
     @classmethod
-    def of(cls, facade: SchedulerFacade, chunk_tokens: int, *, offers_first: bool) -> PrefillSteps:
-        """Return an instance that reports to this facade."""
+    def of(cls, facade: SchedulerFacade, chunk_tokens: int) -> PrefillSteps:
+        """Return an instance that reports to this facade what the installed vLLM offers."""
         return cls(
             chunk_tokens,
             facade.on_step_computed,
             is_wanted=facade.learns_from_steps,
-            offers_first=offers_first,
+            offers_first=OFFERS_BEFORE_STEP_ENDS,
         )
 
     def looks_up(self, prompt: Prompt, key: bytes, end_of: dict[bytes, int]) -> TokenPlace | None:

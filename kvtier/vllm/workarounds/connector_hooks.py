@@ -4,7 +4,7 @@ In the scheduler: how far each group looks back, and which are a draft's
 (``memory/group_kinds.py``); which requests it leaves waiting (``resumed.py``), or
 start from a hit in vLLM's own prefix cache (``scheduler/requests.py``); and that a request
 ends in this step, which vLLM reports in the next (``scheduler/metrics.py``). In workers: how the
-KV caches are laid out (``identity/page_facts.py``). With 0.32 a fifth method is wrapped, to keep
+KV caches are laid out (``identity/page_facts.py``). A fifth method is wrapped if needed, to keep
 the connector from storing the wrong blocks of a prompt that a client streams. The first wrapper
 also warns of vLLM's errors with the Mamba layers of such groups, and prevents them if it can.
 """
@@ -22,19 +22,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
     OffloadingConnectorWorker,
 )
 from vllm.v1.kv_cache_interface import MambaSpec
-from vllm.v1.kv_offload.base import OffloadingManager
 
 from kvtier.plugin_api.log import log
 from kvtier.vllm.memory.group_kinds import kinds_of
+from kvtier.vllm.releases import REPLACES_TABLES, sync_load_budget
 from kvtier.vllm.workarounds.hooking import once_a_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_APPENDS_WHOLE_TABLES: Final = not hasattr(OffloadingManager, "on_reset_flushed")
-"""True with 0.32. A request whose prompt is streamed restarts with each part, and its table of GPU
-blocks is appended to the connector's table for it: from then on the wrong blocks would be stored
-under its keys."""
 
 _AT_ONCE: Final = "sync_load_budget_bytes"
 
@@ -54,7 +49,7 @@ def hook_connector() -> None:
     OffloadingConnectorWorker.register_kv_caches = _telling_pages(
         OffloadingConnectorWorker.register_kv_caches
     )
-    if _APPENDS_WHOLE_TABLES:
+    if not REPLACES_TABLES:
         OffloadingConnectorScheduler.build_connector_meta = _emptying_tables(
             OffloadingConnectorScheduler.build_connector_meta
         )
@@ -106,10 +101,10 @@ def _misnames_states(made: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
 def _loads_states_at_once(made: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
     """Return whether a state may be loaded in the step that computes with it.
 
-    For such a load vLLM 0.33 counts one GPU block less than it allocates, and ends the engine if
-    that block was the last one. (0.32 has no such loads.)
+    For such a load vLLM counts one GPU block less than it allocates, and ends the engine if
+    that block was the last one.
     """
-    return bool(_groups_of_states(made)) and getattr(made, "sync_load_budget_bytes", 0) > 0
+    return bool(_groups_of_states(made)) and sync_load_budget(made) > 0
 
 
 def _groups_of_states(made: Any) -> list[Any]:  # noqa: ANN401 - vLLM has no stubs

@@ -2,9 +2,9 @@
 
 ``reset_running_requests`` preempts running requests between two steps, and vLLM may look them up
 again, and load for them, in the very next step. At that step's end it reports them as preempted,
-and the connector of 0.32 treats a load of such a request as its own error: the assertion ends the
-engine. This happens if the blocks are found at once: if the reset was refused, or left the
-connector unchanged. vLLM 0.33 has fixed that.
+and an older connector (``LOADS_WHEN_PREEMPTED`` in ``kvtier/vllm/releases.py``) treats a load of
+such a request as its own error: the assertion ends the engine. This happens if the blocks are found
+at once: if the reset was refused, or left the connector unchanged.
 
 vLLM doesn't report which requests run: a preempted request is scheduled again without notice, and
 a request preempted by a reset is reported as such at the end of the step that runs it again. So

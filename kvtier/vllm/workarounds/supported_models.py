@@ -11,7 +11,7 @@ from kvtier.errors import ConfigError
 
 
 def require_supported_model(vllm_config: Any) -> None:  # noqa: ANN401 - vLLM is untyped here
-    """Raise ``ConfigError`` if vLLM (0.32 and 0.33) has no KV connectors for this model."""
+    """Raise ``ConfigError`` if vLLM has no KV connectors for this model."""
     model = vllm_config.model_config
     if model is not None and model.is_encoder_decoder:
         raise ConfigError(

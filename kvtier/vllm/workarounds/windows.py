@@ -3,7 +3,7 @@
 vLLM's connector leaves vLLM blocks out of a store that have left a sliding
 window. It treats a vLLM block that another request shares as one of these, so a
 kvtier block may be stored with a hole: unwritten bytes, which a later request
-loads (seen in 0.32, and its 0.33 code is the same: ``_update_req_states`` in
+loads (seen in all tested releases: ``_update_req_states`` in
 ``vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``). With
 one vLLM block in each kvtier block there is nothing to leave out of one.
 """
