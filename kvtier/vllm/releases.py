@@ -65,8 +65,9 @@ def positions_of(req_context: ReqContext) -> dict[bytes, int]:
     return positions
 
 
-def warn_if_untested(installed: str = str(vllm.__version__)) -> None:
-    """Warn if this version of vLLM is not of a release that kvtier is tested with."""
+def warn_if_untested() -> None:
+    """Warn if the installed vLLM is not of a release that kvtier is tested with."""
+    installed = str(vllm.__version__)
     if ".".join(installed.split(".")[:2]) not in TESTED:
         log.warning(
             "kvtier is not tested with this vLLM",
