@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from kvtier_backends.fs.bound.names import SPACE
+from kvtier_backends.fs.bound.protocol import SPACE
 
 _REPOSITORY: Final = Path(__file__).parents[2]
 _SUFFIXES: Final = (".kv", ".bin", ".tmp")

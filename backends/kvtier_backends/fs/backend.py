@@ -30,9 +30,9 @@ from kvtier.plugin_api.backend import (
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.options import Options
 from kvtier.plugin_api.threads import DaemonThreads, daemon_thread
-from kvtier_backends.fs.bound.announced import Announced
 from kvtier_backends.fs.bound.folder_bound import FolderBound
-from kvtier_backends.fs.bound.grants import NoGrant
+from kvtier_backends.fs.bound.removals import Announced
+from kvtier_backends.fs.bound.writer import NoGrant
 from kvtier_backends.fs.files import BlockFiles
 from kvtier_backends.fs.folder import (
     FolderRefusal,

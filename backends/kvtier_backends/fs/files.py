@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from kvtier.errors import Misuse
 from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock
 from kvtier_backends.fs.access_times import AccessTimes
-from kvtier_backends.fs.bound.grants import NoGrant, Stage
+from kvtier_backends.fs.bound.writer import NoGrant, Stage
 from kvtier_backends.fs.fan_out import make_both, open_both
 from kvtier_backends.fs.folder import refuse_other_config, write_config
 from kvtier_backends.fs.forms import BlockRefused

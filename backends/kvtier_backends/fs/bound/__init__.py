@@ -37,4 +37,9 @@ Granted: all grants without a receipt, in full. Others: files that are not block
 Uses. A writer lists the blocks that it has loaded in ``uses-...``; the cleaner assigns them its own
 epoch, a counter of its own, and evicts those of the lowest. Evicted blocks are named in
 ``removed/<term>-<number>``, which every engine reads, so that all of them forget the block.
+
+Files. ``protocol.py`` defines what engines share: names, contents, folders, pauses. ``writer.py``
+and ``cleaner.py`` are the two sides of it, with ``account.py`` and ``removals.py`` for the cleaner:
+they run on any folder and any clock. On a real disk, ``small_files.py`` has the folders,
+``eviction.py`` removes and scans block files, and ``folder_bound.py`` runs both sides for one tier.
 """

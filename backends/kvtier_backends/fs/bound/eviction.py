@@ -2,13 +2,15 @@
 
 All calls block, and work below the open root. A leaf is listed to find a file by its number,
 because the manifest has no names. Folders stay unless the filesystem has no room: a writer may
-be about to use one.
+be about to use one. Other threads of the process wait for the interpreter while this one works,
+so ``Pace`` slows it down.
 """
 
 from __future__ import annotations
 
 import os
 import stat
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -16,20 +18,41 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvtier_backends.fs.bound.account import Scanned
-from kvtier_backends.fs.bound.names import (
+from kvtier_backends.fs.bound.protocol import (
+    KNOWN,
     SPACE,
     block_number,
     leaf_folder,
     leaf_number,
     namespace_number,
 )
-from kvtier_backends.fs.bound.records import KNOWN
 from kvtier_backends.posix import GONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvtier_backends.fs.bound.records import Array
+    from kvtier_backends.fs.bound.protocol import Array
+
+
+WORK_S: Final = 0.005
+"""One stretch of work: about as long as Python lets a thread keep the interpreter."""
+
+
+class Pace:
+    """Limits one thread to a share of the time. Call it from that thread only."""
+
+    def __init__(self, duty: float) -> None:
+        """``duty``: the share, above 0; with 1 it never rests. Waiting for storage is not work."""
+        self._rest_share = 1 / duty - 1
+        self._worked_s = time.thread_time()
+
+    def rest(self) -> None:
+        """Wait, if enough work was done. Call it often, for example between two folders."""
+        worked_s = time.thread_time() - self._worked_s
+        if self._rest_share and worked_s >= WORK_S:
+            time.sleep(worked_s * self._rest_share)
+            self._worked_s = time.thread_time()
+
 
 BLOCK_SUFFIXES: Final = (".kv", ".bin")
 _DEPTH: Final = 3  #: of block files below the root: namespace, two folders

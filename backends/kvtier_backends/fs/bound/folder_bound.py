@@ -18,15 +18,11 @@ from kvtier.plugin_api.deadlines import time_left_s
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.threads import daemon_thread
 from kvtier_backends.fs.bound.cleaner import Cleaner
-from kvtier_backends.fs.bound.eviction import Evicted, evict, scan
-from kvtier_backends.fs.bound.folders import ensure_folder
-from kvtier_backends.fs.bound.grants import NoGrant, Stage
-from kvtier_backends.fs.bound.names import SPACE, locate
-from kvtier_backends.fs.bound.pace import Pace
+from kvtier_backends.fs.bound.eviction import Evicted, Pace, evict, scan
+from kvtier_backends.fs.bound.protocol import SPACE, Timing, ensure_folder, locate
 from kvtier_backends.fs.bound.removals import RemovalsReader
 from kvtier_backends.fs.bound.small_files import DaemonExecutor, SmallFiles
-from kvtier_backends.fs.bound.timing import Timing
-from kvtier_backends.fs.bound.writer import Writer
+from kvtier_backends.fs.bound.writer import NoGrant, Stage, Writer
 from kvtier_backends.fs.layout import VllmLayout
 from kvtier_backends.fs.temporary import (
     parse_temporary_untrusted,
@@ -39,8 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from kvtier_backends.fs.bound.account import Scanned
-    from kvtier_backends.fs.bound.folders import Folder
-    from kvtier_backends.fs.bound.records import Array
+    from kvtier_backends.fs.bound.protocol import Array, Folder
     from kvtier_backends.fs.layout import Layout
     from kvtier_backends.fs.open_root import OpenRoot
     from kvtier_backends.incidents import IncidentLog, TierCounters

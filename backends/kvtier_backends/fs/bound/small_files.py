@@ -20,8 +20,7 @@ import aiofiles
 import aiofiles.os
 
 from kvtier.plugin_api.threads import daemon_thread
-from kvtier_backends.fs.bound.folders import Folder
-from kvtier_backends.fs.bound.records import SMALL_FILE_BYTES_MAX
+from kvtier_backends.fs.bound.protocol import SMALL_FILE_BYTES_MAX, Folder
 from kvtier_backends.fs.open_root import FOLDER_FLAGS
 from kvtier_backends.fs.special import refuse_special_file
 from kvtier_backends.fs.temporary import temporary_path, this_writer

@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.plugin_api.offline import Shrunk
 from kvtier.plugin_api.threads import BoundedCall
+from kvtier_backends.fs.bound.account import Manifest
 from kvtier_backends.fs.bound.eviction import evict, scan
-from kvtier_backends.fs.bound.manifest import Manifest
-from kvtier_backends.fs.bound.names import MANIFEST, SPACE
-from kvtier_backends.fs.bound.records import (
+from kvtier_backends.fs.bound.protocol import (
     KNOWN,
+    MANIFEST,
     SMALL_FILE_BYTES_MAX,
+    SPACE,
     ManifestHead,
     RecordDamaged,
+    Timing,
     decode_array_untrusted,
     decode_untrusted,
 )
 from kvtier_backends.fs.bound.removals import Removals
 from kvtier_backends.fs.bound.small_files import DaemonExecutor, SmallFiles
-from kvtier_backends.fs.bound.timing import Timing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

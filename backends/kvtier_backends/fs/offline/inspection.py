@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier_backends.fs.bound.eviction import BLOCK_SUFFIXES, walk_files
-from kvtier_backends.fs.bound.names import LEASE, SPACE, TERMS, leaf_number, term_numbers
-from kvtier_backends.fs.bound.records import Lease, RecordDamaged, decode_untrusted
+from kvtier_backends.fs.bound.protocol import (
+    LEASE,
+    SPACE,
+    TERMS,
+    Lease,
+    RecordDamaged,
+    decode_untrusted,
+    leaf_number,
+    term_numbers,
+)
 from kvtier_backends.fs.open_root import CONFIG_NAME
 from kvtier_backends.shared.compression import COMPRESSION
 from kvtier_backends.shared.namespaces import (

@@ -17,12 +17,8 @@ import numpy as np
 from kvtier_backends.fs.bound.account import Scanned
 from kvtier_backends.fs.bound.cleaner import Cleaner
 from kvtier_backends.fs.bound.eviction import Evicted
-from kvtier_backends.fs.bound.folders import Folder
-from kvtier_backends.fs.bound.grants import Grant, NoGrant
-from kvtier_backends.fs.bound.names import Location
-from kvtier_backends.fs.bound.records import KNOWN, Array
-from kvtier_backends.fs.bound.timing import Timing
-from kvtier_backends.fs.bound.writer import Writer
+from kvtier_backends.fs.bound.protocol import KNOWN, Array, Folder, Location, Timing
+from kvtier_backends.fs.bound.writer import Grant, NoGrant, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator

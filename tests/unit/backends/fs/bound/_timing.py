@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvtier_backends.fs.bound.timing import Timing
+from kvtier_backends.fs.bound.protocol import Timing
 from tests.support.patience import PATIENCE_S
 
 QUICK: Final = Timing(

@@ -7,12 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier_backends.fs.bound.account import Account, Scanned
-from kvtier_backends.fs.bound.demand import Demand
-from kvtier_backends.fs.bound.grants import Grant, Grants, NoGrant
-from kvtier_backends.fs.bound.manifest import Manifest, empty
-from kvtier_backends.fs.bound.names import MANIFEST, GrantName, Location
-from kvtier_backends.fs.bound.uses import as_array
+from kvtier_backends.fs.bound.account import Account, Manifest, Scanned, empty
+from kvtier_backends.fs.bound.protocol import MANIFEST, GrantName, Location
+from kvtier_backends.fs.bound.writer import Demand, Grant, Grants, NoGrant, as_array
 from tests.unit.backends.fs.bound._simulation import FILE_BYTES, Engine, Node, SimFolder, World
 
 if TYPE_CHECKING:

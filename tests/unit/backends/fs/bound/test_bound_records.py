@@ -9,28 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_backends.fs.bound.manifest import Manifest
-from kvtier_backends.fs.bound.names import (
-    GrantName,
-    Location,
-    leaf_folder,
-    leaf_number,
-    namespace_number,
-    parse_grant_untrusted,
-    term_numbers,
-)
-from kvtier_backends.fs.bound.records import (
+from kvtier_backends.fs.bound.account import Manifest
+from kvtier_backends.fs.bound.protocol import (
     BLOCKS,
     KNOWN,
+    GrantName,
     Lease,
+    Location,
     RecordDamaged,
     Want,
     decode_array_untrusted,
     decode_untrusted,
     encode,
     encode_array,
+    leaf_folder,
+    leaf_number,
+    namespace_number,
+    parse_grant_untrusted,
+    term_numbers,
 )
-from kvtier_backends.fs.bound.uses import USES_MAX, Uses, as_array
+from kvtier_backends.fs.bound.writer import USES_MAX, Uses, as_array
 from kvtier_backends.fs.layout import make_layout
 from tests.unit.backends.fs._fs import CONTEXT, key_of
 

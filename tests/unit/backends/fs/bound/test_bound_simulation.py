@@ -9,14 +9,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvtier_backends.fs.bound import cleaner, issuing
+from kvtier_backends.fs.bound import cleaner
 from kvtier_backends.fs.bound.account import Account
-from kvtier_backends.fs.bound.grants import Grant, Grants
+from kvtier_backends.fs.bound.protocol import clear
+from kvtier_backends.fs.bound.writer import Grant, Grants
 from tests.support.examples import examples
 from tests.unit.backends.fs.bound._simulation import FILE_BYTES, Engine, World
 
 if TYPE_CHECKING:
-    from kvtier_backends.fs.bound.records import Array
+    from kvtier_backends.fs.bound.protocol import Array, Folder
 
 CAPACITY = 40 * FILE_BYTES
 ENGINES = 3
@@ -97,8 +98,14 @@ def test_nobody_starves_for_ever(seed: int) -> None:
 # --- the simulation finds mistakes ---
 
 
-async def _removes_nothing(*_given: object) -> None:
-    return
+async def _fences_nothing(parent: Folder, name: str) -> None:
+    if name.startswith("grant-"):
+        await clear(parent, name)
+
+
+async def _removes_no_grant(parent: Folder, name: str) -> None:
+    if not name.startswith("grant-"):
+        await clear(parent, name)
 
 
 def _counts_half(self: Account, size: int) -> None:
@@ -122,12 +129,12 @@ def _takes_the_first(receipts: list[tuple[int, Array]]) -> tuple[int, Array]:
 
 
 MISTAKES = {
-    "older terms are not fenced": (cleaner, "clear", _removes_nothing),
-    "a dead writer's grant is not removed": (issuing, "clear", _removes_nothing),
+    "older terms are not fenced": (cleaner, "clear", _fences_nothing),
+    "a dead writer's grant is not removed": (cleaner, "clear", _removes_no_grant),
     "grants count half": (Account, "grant", _counts_half),
     "what a revoked grant stored is forgotten": (Account, "lose", _forgets_what_was_revoked),
     "a receipt is written too early": (Grants, "finished", _ignores_what_is_in_flight),
-    "of a round's receipts one is taken": (issuing, "joined", _takes_the_first),
+    "of a round's receipts one is taken": (cleaner, "joined", _takes_the_first),
     "what is stored while it is evicted is forgotten": (
         Account,
         "eviction_begins",

@@ -15,7 +15,7 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import BackendContext, Outcome
 from kvtier_backends.fs.bound import folder_bound as keeper_module
-from kvtier_backends.fs.bound.names import REMOVED, SPACE, TERMS
+from kvtier_backends.fs.bound.protocol import REMOVED, SPACE, TERMS
 from kvtier_backends.fs.temporary import WriterProcess
 from tests.support.folder_files import files_of
 from tests.support.needs import needs
@@ -117,7 +117,7 @@ async def test_every_engine_that_announced_a_block_says_that_it_is_gone(tmp_path
 
 async def test_long_keys_are_lost_by_their_own_name(tmp_path: Path) -> None:
     """Their files have the name of a hash."""
-    from kvtier_backends.fs.bound.announced import Announced
+    from kvtier_backends.fs.bound.removals import Announced
     from kvtier_backends.fs.layout import make_layout
 
     layout = make_layout("kvtier", str(tmp_path), CONTEXT)
