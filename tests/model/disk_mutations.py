@@ -17,7 +17,7 @@ from kvtier_backends.disk.format import ID_BYTES
 from kvtier_backends.disk.log.appender import BlockAppender
 from kvtier_backends.disk.log.batches import AppendBatch, insert
 from kvtier_backends.disk.log.block_log import BlockLog
-from kvtier_backends.disk.log.index_bulk import BulkLoad
+from kvtier_backends.disk.log.index import BulkLoad
 from kvtier_backends.disk.log.live_blocks import LiveBlocks
 from kvtier_backends.disk.log.regions import Budget, Regions, RegionState
 from kvtier_backends.disk.log.tables import RegionTable

@@ -57,10 +57,9 @@ from kvtier_backends.disk.format import (
     time_s,
 )
 from kvtier_backends.disk.log.block_log import BlockLog
-from kvtier_backends.disk.log.block_runs import stored_together
 from kvtier_backends.disk.log.context import LogContext
-from kvtier_backends.disk.log.index import BlockIndex
-from kvtier_backends.disk.log.index_bulk import BulkLoad
+from kvtier_backends.disk.log.index import BlockIndex, BulkLoad
+from kvtier_backends.disk.log.reader import stored_together
 from kvtier_backends.disk.log.regions import Budget, Regions, RegionState, regions_ahead
 from kvtier_backends.disk.log.tables import Identity
 from kvtier_backends.disk.offline.inspection import refuse_folder

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.threads import DaemonThreads
     from kvtier_backends.disk.device import Device
     from kvtier_backends.disk.format import RegionGeometry
-    from kvtier_backends.disk.log.index_bulk import BulkLoad
+    from kvtier_backends.disk.log.index import BulkLoad
 
 YES: Final = True
 NO: Final = False

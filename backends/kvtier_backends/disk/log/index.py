@@ -1,26 +1,33 @@
 """The disk tier's index: maps keys to locations, compactly and without pauses.
 
 A location is one number: ``region * slots_per_region + slot``. The record
-of a block (key, digest, times) lies in flat arrays of its region, at its slot,
+of a block (key, digest, times) lies in flat arrays of its region, at its slot (``Slab``),
 so a region's blocks are listed and forgotten without a search. Tables of
 64-bit words (``index_words.py``) lead from a key to its location. They grow with the
 stored blocks, a table at a time, and so do the arrays, a region at a time: the index
 of a large tier with few blocks is small. The garbage collector sees nothing of it
 except one small object per region.
+
+``BulkLoad`` fills an empty index from table pages, a million blocks in about a second.
+Regions come in any order; the sequence of each shows its age. The newest copy of
+a key is kept; if more blocks are left than the tier has room for, the oldest are
+dropped. The words of the index are laid out all at once: sorted by home, each goes
+to its home or right behind its predecessor.
 """
 
 from __future__ import annotations
 
 from array import array
-from itertools import chain
-from typing import TYPE_CHECKING, Final, NamedTuple
+from functools import cache
+from itertools import chain, groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from kvtier.errors import InternalError, Misuse
 from kvtier.plugin_api.backend import DIGEST_BYTES
-from kvtier_backends.disk.format import TAG_BYTES
-from kvtier_backends.disk.log.index_slab import Slab
+from kvtier_backends.disk.format import TAG_BYTES, check_key_lengths
 from kvtier_backends.disk.log.index_words import (
     HALF_BITS,
     HOME_BITS,
@@ -33,6 +40,158 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
+
+    from kvtier_backends.disk.format import TablePage
+
+
+class Slab:
+    """The blocks of one region. A length of 0 marks a slot without a block."""
+
+    __slots__ = ("digests", "key_width", "keys", "lengths", "stored_s", "tags", "used_s")
+
+    def __init__(self, slots: int, key_width: int, *, encrypted: bool) -> None:
+        self.key_width = key_width
+        self.keys = bytearray(slots * key_width)
+        self.lengths = bytearray(slots)  # of the key
+        self.digests = bytearray(slots * DIGEST_BYTES)
+        self.tags = bytearray(slots * TAG_BYTES if encrypted else 0)
+        self.stored_s = array("I", bytes(4 * slots))
+        self.used_s = array("I", bytes(4 * slots))
+
+    def key(self, slot: int) -> bytes:
+        """Return the key at a slot that has a block."""
+        start = slot * self.key_width
+        return bytes(self.keys[start : start + self.lengths[slot]])
+
+    def holds(self, slot: int, key: bytes) -> bool:
+        """Return whether the slot has this key's block."""
+        return self.lengths[slot] == len(key) and self.keys.startswith(key, slot * self.key_width)
+
+    def count_held(self, slot: int, keys: Sequence[bytes], start: int) -> int:
+        """Return how many keys, from ``start`` on, have the blocks from ``slot`` on."""
+        count = min(len(keys) - start, len(self.lengths) - slot)
+        if count <= 0 or not self.holds(slot, keys[start]):
+            return 0
+        width = self.key_width
+        keys = keys[start : start + count]
+        if (
+            all(map(width.__eq__, map(len, keys)))
+            and self.lengths.startswith(bytes((width,)) * count, slot)
+            and self.keys.startswith(b"".join(keys), slot * width)
+        ):
+            return count
+        held = 1
+        while held < count and self.holds(slot + held, keys[held]):
+            held += 1
+        return held
+
+    def put(
+        self,
+        start: int,
+        keys: Sequence[bytes],
+        digests: Sequence[bytes],
+        tags: Sequence[bytes],
+        stored_s: Sequence[int],
+        used_s: Sequence[int],
+    ) -> None:
+        """Put blocks at neighbouring slots, which must be free."""
+        stop = start + len(keys)
+        lengths = tuple(map(len, keys))
+        check_key_lengths(lengths)
+        if stop > len(self.lengths) or any(self.lengths[start:stop]):
+            raise InternalError(f"slots {start} to {stop} are not all free")
+        if max(lengths) > self.key_width:
+            self.widen(max(lengths))
+        width = self.key_width
+        if min(lengths) < width:
+            keys = [key.ljust(width, b"\0") for key in keys]
+        _overwrite(self.keys, start * width, b"".join(keys), stop * width)
+        _overwrite(self.digests, start * DIGEST_BYTES, b"".join(digests), stop * DIGEST_BYTES)
+        if self.tags:
+            _overwrite(self.tags, start * TAG_BYTES, b"".join(tags), stop * TAG_BYTES)
+        self.stored_s[start:stop] = array("I", stored_s)
+        self.used_s[start:stop] = array("I", used_s)
+        self.lengths[start:stop] = bytes(lengths)
+
+    def forget(self, slot: int) -> None:
+        """Free a slot."""
+        self.lengths[slot] = 0
+
+    def use(self, slot: int, count: int, now_s: int) -> None:
+        """Note that the blocks at neighbouring slots were read."""
+        self.used_s[slot : slot + count] = array("I", [now_s]) * count
+
+    def widen(self, key_width: int) -> None:
+        """Make room for longer keys."""
+        old, width = self.keys, self.key_width
+        self.keys = bytearray(len(self.lengths) * key_width)
+        for slot, length in enumerate(self.lengths):
+            if length:
+                start = slot * width
+                self.keys[slot * key_width : slot * key_width + length] = old[
+                    start : start + length
+                ]
+        self.key_width = key_width
+
+    # --- a whole region at once ---
+
+    def put_page(self, records: NDArray[Any], now_s: int) -> None:
+        """Put records of a table page (``record_dtype``) at their slots, overwriting any there."""
+        slots = records["slot"]
+        keys = self._rows_of_keys()
+        keys[slots, : records["key"].shape[1]] = records["key"]
+        np.frombuffer(self.lengths, np.uint8)[slots] = records["length"]
+        np.frombuffer(self.digests, f"V{DIGEST_BYTES}")[slots] = records["digest"]
+        stored_s = np.minimum(records["stored_s"], np.uint32(now_s))
+        np.frombuffer(self.stored_s, np.uint32)[slots] = stored_s
+        np.frombuffer(self.used_s, np.uint32)[slots] = stored_s
+        if self.tags:
+            np.frombuffer(self.tags, f"V{TAG_BYTES}")[slots] = records["tag"]
+
+    def expire(self, before_s: int) -> int:
+        """Forget the blocks that were stored before a time; return how many."""
+        lengths = np.frombuffer(self.lengths, np.uint8)
+        expired = (lengths > 0) & (np.frombuffer(self.stored_s, np.uint32) < before_s)
+        lengths[expired] = 0
+        return int(expired.sum())
+
+    def forget_all(self, slots: NDArray[np.int64]) -> None:
+        """Free these slots."""
+        np.frombuffer(self.lengths, np.uint8)[slots] = 0
+
+    def slots(self) -> NDArray[np.int64]:
+        """Return the slots that have a block, in order."""
+        return np.flatnonzero(np.frombuffer(self.lengths, np.uint8))
+
+    def keys_at(self, slots: NDArray[np.int64]) -> list[bytes]:
+        """Return the keys at slots that have a block."""
+        lengths = np.frombuffer(self.lengths, np.uint8)[slots]
+        if not len(slots) or int(lengths.min()) != int(lengths.max()):
+            return [self.key(slot) for slot in slots.tolist()]
+        length = int(lengths[0])
+        flat = self._rows_of_keys()[slots, :length].tobytes()
+        return [flat[start : start + length] for start in range(0, len(flat), length)]
+
+    def _rows_of_keys(self) -> NDArray[np.uint8]:
+        return np.frombuffer(self.keys, np.uint8).reshape(-1, self.key_width)
+
+
+@cache
+def record_dtype(key_width: int, tag_bytes: int) -> np.dtype[Any]:
+    """Return the layout of a record (``format.record_struct``) as a numpy dtype."""
+    fields: list[tuple[str, str]] = [("slot", "<u4"), ("stored_s", "<u4"), ("length", "u1")]
+    fields.append(("digest", f"V{DIGEST_BYTES}"))
+    if tag_bytes:
+        fields.append(("tag", f"V{tag_bytes}"))
+    return np.dtype([*fields, ("key", f"({key_width},)u1")])
+
+
+def _overwrite(column: bytearray, start: int, data: bytes, stop: int) -> None:
+    """Overwrite a stretch of a column; data of another length would move the rest."""
+    if len(data) != stop - start:
+        raise Misuse(f"{len(data)} bytes for {stop - start}: digests and tags have one length.")
+    column[start:stop] = data
+
 
 SLOTS_MAX: Final = 1 << 30
 
@@ -269,3 +428,117 @@ class BlockIndex:
         elif slab.key_width < key_width:
             slab.widen(key_width)
         return slab
+
+
+_LAYOUT_OF: Final = attrgetter("key_width", "tag_bytes")  # of a page's records
+
+
+class Dropped(NamedTuple):
+    """Counts of the entries that a bulk load left out, by reason."""
+
+    beyond: int  #: entries that no region of this layout can hold
+    expired: int
+    doubled: int  #: older copies of a key
+    over: int  #: more than the tier has room for
+
+
+class BulkLoad:
+    """Collects table pages region by region, then fills the index in ``finish``."""
+
+    def __init__(self, index: BlockIndex, now_s: int, ttl_s: int) -> None:
+        """Entries older than ``ttl_s`` are expired; 0: none are.
+
+        Those from a clock that ran ahead count as stored now.
+        """
+        self.index = index
+        self._now_s = now_s
+        self._stored_s_min = now_s - ttl_s if ttl_s else 0
+        self._regions: list[tuple[int, NDArray[np.uint64], NDArray[np.int64]]] = []
+        self._pages: list[TablePage] = []
+        self._beyond = 0
+        self._expired = 0
+
+    def add_page(self, table: TablePage) -> None:
+        """Add the entries of one page of the region that ``end_region`` will name.
+
+        A later page's entries replace earlier ones.
+        """
+        self._pages.append(table)
+
+    def end_region(self, region: int, sequence: int) -> int:
+        """End a region, whose pages are those since the last call; return how many blocks it has.
+
+        No two regions may have one sequence.
+        """
+        for (key_width, tag_bytes), same in groupby(self._pages, _LAYOUT_OF):
+            pages = list(same)
+            if (tag_bytes > 0) is not self.index.encrypted:
+                self._beyond += sum(page.entries for page in pages)
+            elif key_width:
+                joined = b"".join([page.records for page in pages])
+                records = np.frombuffer(joined, dtype=record_dtype(key_width, tag_bytes))
+                self._add_records(region, key_width, records)
+        self._pages.clear()
+        slab = self.index.slab(region, 1)
+        self._expired += slab.expire(self._stored_s_min)
+        slots = slab.slots()
+        hashes = np.fromiter(map(hash, slab.keys_at(slots)), np.int64, len(slots))
+        locations = slots + region * self.index.slots_per_region
+        self._regions.append((sequence, hashes.view(np.uint64), locations))
+        return len(slots)
+
+    def _add_records(self, region: int, key_width: int, records: NDArray[Any]) -> None:
+        index = self.index
+        sound = records["slot"] < index.slots_per_region
+        sound &= (records["length"] > 0) & (records["length"] <= key_width)
+        if not sound.all():
+            self._beyond += len(records) - int(sound.sum())
+            records = records[sound]
+        index.slab(region, key_width).put_page(records, self._now_s)
+
+    def finish(self, blocks_max: int) -> Dropped:
+        """Fill the index with at most this many blocks, and return the counts of those left out."""
+        if not self._regions:
+            return Dropped(self._beyond, self._expired, 0, 0)
+        self._regions.sort(key=lambda region: region[0])
+        hashes = np.concatenate([hashes for _, hashes, _ in self._regions])
+        locations = np.concatenate([locations for _, _, locations in self._regions])
+        self._regions.clear()
+        sorted_by = self.index.words.begin_for(hashes)
+        order = np.argsort(sorted_by, kind="stable")
+        alive = np.ones(len(locations), dtype=bool)
+        older = self._older_copies(sorted_by[order], order, locations)
+        alive[older] = False
+        rest = np.flatnonzero(alive)
+        over = max(0, len(rest) - blocks_max)
+        alive[rest[:over]] = False
+        self._forget(locations[~alive])
+        order = order[alive[order]]
+        self.index.fill(hashes[order], locations[order])
+        return Dropped(self._beyond, self._expired, len(older), over)
+
+    def _older_copies(
+        self, hashes: NDArray[np.uint64], order: NDArray[np.int64], locations: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the places, in ``locations``, of all but the newest copy of each key.
+
+        ``hashes`` are sorted, and ``order`` has the place of each.
+        """
+        same = hashes[1:] == hashes[:-1]
+        alike = np.zeros(len(order), dtype=bool)
+        alike[1:] |= same
+        alike[:-1] |= same
+        older: list[int] = []
+        newest: dict[bytes | None, int] = {}
+        # Equal hashes hardly ever belong to different keys, but they may.
+        for place in sorted(order[alike].tolist()):
+            key = self.index.key_at(int(locations[place]))
+            if key in newest:
+                older.append(newest[key])
+            newest[key] = place
+        return np.array(older, dtype=np.int64)
+
+    def _forget(self, locations: NDArray[np.int64]) -> None:
+        regions, slots = np.divmod(locations, self.index.slots_per_region)
+        for region in np.unique(regions).tolist():
+            self.index.slab(region, 1).forget_all(slots[regions == region])

@@ -11,8 +11,7 @@ from kvtier_backends.disk.folder.recovery import Expected, Recovery
 from kvtier_backends.disk.format import NO_KEY_ID, make_region_geometry, region_bytes_for
 from kvtier_backends.disk.log.block_log import BlockLog
 from kvtier_backends.disk.log.context import LogContext
-from kvtier_backends.disk.log.index import BlockIndex
-from kvtier_backends.disk.log.index_bulk import BulkLoad
+from kvtier_backends.disk.log.index import BlockIndex, BulkLoad
 from kvtier_backends.disk.log.regions import WRITE_AMPLIFICATION_MAX, Budget, Regions
 from kvtier_backends.disk.log.tables import Identity
 from kvtier_backends.incidents import IncidentLog, TierCounters

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from hypothesis import given, strategies
 
-from kvtier_backends.disk.log.block_runs import neighbours, stored_together
 from kvtier_backends.disk.log.index import BlockIndex, BlockRecord
+from kvtier_backends.disk.log.reader import neighbours, stored_together
 
 SLOTS = 4
 

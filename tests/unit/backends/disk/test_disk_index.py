@@ -22,10 +22,8 @@ from kvtier_backends.disk.format import (
     record_struct,
 )
 from kvtier_backends.disk.log import index as index_module
-from kvtier_backends.disk.log import index_bulk as bulk_module
 from kvtier_backends.disk.log import index_words as words_module
-from kvtier_backends.disk.log.index import SLOTS_MAX, BlockIndex, BlockRecord
-from kvtier_backends.disk.log.index_bulk import BulkLoad, Dropped
+from kvtier_backends.disk.log.index import SLOTS_MAX, BlockIndex, BlockRecord, BulkLoad, Dropped
 from kvtier_backends.disk.log.index_words import COUNT_AT, HOME_BITS, HOME_MASK, TABLE_WORDS_MEAN
 from tests.support.examples import examples
 
@@ -231,7 +229,7 @@ def test_a_table_that_is_too_full_keeps_an_empty_word_and_all_of_its_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A walk ends at an empty word. One for a key that is not there would go on for ever."""
-    for module in (index_module, bulk_module, words_module):  # one table for all, and many homes
+    for module in (index_module, words_module):  # one table for all, and many homes
         monkeypatch.setattr(module, "hash", lambda key: int.from_bytes(key) % 1024, raising=False)
     given = [number.to_bytes(2) for number in range(1024)]
     index = BlockIndex(1, 1024)

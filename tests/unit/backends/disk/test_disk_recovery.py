@@ -22,8 +22,7 @@ from kvtier_backends.disk.folder.recovery import (
     region_case,
 )
 from kvtier_backends.disk.format import RegionHeader
-from kvtier_backends.disk.log.index import BlockIndex
-from kvtier_backends.disk.log.index_bulk import BulkLoad
+from kvtier_backends.disk.log.index import BlockIndex, BulkLoad
 from tests.unit.backends.disk._log import CAPACITY, KEYS, REGIONS, SLOTS, Engine, fresh_disk
 from tests.unit.backends.disk._log import GEOMETRY as LOG_GEOMETRY
 from tests.unit.backends.disk._simulated import SimulatedDevice
