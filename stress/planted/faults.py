@@ -24,7 +24,7 @@ from kvtier_backends.disk.backend import DiskBackend
 from kvtier_backends.fs import backend as fs_backend
 from kvtier_backends.fs import files
 from kvtier_backends.posix import filesystem_of
-from kvtier_backends.redis.credentials import Credentials
+from kvtier_backends.redis.redis_options import Credentials
 from kvtier_backends.shared.kept_connection import KeptConnection
 
 if TYPE_CHECKING:

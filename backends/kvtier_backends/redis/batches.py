@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from kvtier.errors import StoreFault
 from kvtier.plugin_api.deadlines import time_left_s
-from kvtier_backends.redis.redirections import HOPS_MAX, Target, onward_untrusted, redirected
 from kvtier_backends.redis.server_errors import Route, error_of
+from kvtier_backends.redis.topology import HOPS_MAX, Target, onward_untrusted, redirected
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvtier_backends.redis.addresses import Address
     from kvtier_backends.redis.pool import ConnectionPool
+    from kvtier_backends.redis.redis_options import Address
     from kvtier_backends.redis.resp import Command, Reply
     from kvtier_backends.redis.topology import Topology
     from kvtier_backends.redis.watch import ConnectionWatch

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from valkey.asyncio.connection import AbstractConnection
 
     from kvtier.plugin_api.options import Options
-    from kvtier_backends.redis.addresses import Address
-    from kvtier_backends.redis.credentials import Credentials
-    from kvtier_backends.redis.redis_options import RedisOptions
+    from kvtier_backends.redis.redis_options import Address, Credentials, RedisOptions
 
     Commands = Callable[[Sequence[tuple[str | bytes, ...]]], Awaitable[list[Any]]]
 

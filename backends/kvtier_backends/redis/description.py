@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import StoreFault
 from kvtier_backends.redis.client import ServerRefused
-from kvtier_backends.redis.redirections import UNSETTLED
 from kvtier_backends.redis.server_errors import refuses_writes
+from kvtier_backends.redis.topology import UNSETTLED
 from kvtier_backends.shared.description import OwnDescription
 from kvtier_backends.shared.namespaces import namespace_name
 
 if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendContext
-    from kvtier_backends.redis.addresses import Address
     from kvtier_backends.redis.client import RedisClient
+    from kvtier_backends.redis.redis_options import Address
     from kvtier_backends.redis.topology import Topology
 
 FORMAT_VERSION: Final = 1

@@ -12,8 +12,8 @@ from kvtier.errors import StoreFault
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection
 
-    from kvtier_backends.redis.addresses import Address
     from kvtier_backends.redis.client import RedisClient
+    from kvtier_backends.redis.redis_options import Address
     from kvtier_backends.redis.resp import RespConnection
 
 

@@ -1,25 +1,193 @@
-"""Parses the options of the ``redis`` tier. Touches only the files that they name."""
+"""Parses the options of the ``redis`` tier. Touches only the files that they name.
+
+The addresses in a ``url`` are of servers, of a cluster's nodes or of sentinels. A url must not hold
+a user and a password, because it is shown in logs and refusals: no log line, error or ``repr``
+shows those.
+
+A password may change while the tier runs: tokens of managed servers last for minutes. So it is read
+again at each login, from the file or with the command in the options, and a failure to read it
+is a failed login like any other.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from kvtier.errors import ConfigError, StoreFault
 from kvtier.plugin_api import option_fields as option
-from kvtier.plugin_api.options import Options
-from kvtier_backends.redis.addresses import PORT, SENTINEL_PORT, Servers, parse_url
-from kvtier_backends.redis.credentials import Credentials, read_credentials
-from kvtier_backends.shared.records import (
-    ProtectionOptions,
-)
+from kvtier.plugin_api.options import Options, refusal, shown
+from kvtier_backends.shared.records import ProtectionOptions
+from kvtier_backends.shared.secret_command import SecretCommand
+from kvtier_backends.shared.secret_file import read_secret_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kvtier.plugin_api.backend import BackendContext
+
+
+PORT: Final = 6379
+SENTINEL_PORT: Final = 26379
+SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
+_TLS_SCHEMES: Final = ("rediss", "valkeys")
+
+
+class Address(NamedTuple):
+    """Address of one server: a host and a port, or a Unix socket."""
+
+    host: str
+    port: int
+    path: str = ""  #: of a Unix socket; then there is no host
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return self.path or f"{host}:{self.port}"
+
+
+class Servers(NamedTuple):
+    """The parsed ``url``."""
+
+    addresses: tuple[Address, ...]  #: sorted, without duplicates
+    is_tls: bool
+
+    def __str__(self) -> str:
+        scheme = "rediss" if self.is_tls else "redis"
+        if self.addresses[0].path:
+            scheme = "unix"
+        return f"{scheme}://{','.join(map(str, self.addresses))}"
+
+
+def parse_url(url: str, where: str, default_port: int) -> Servers:
+    """Parse ``redis://host:port,host:port``. Raises ``ConfigError``, which shows no secret."""
+    scheme, mark, rest = url.partition("://")
+    if not mark or scheme not in SCHEMES:
+        raise _refused(url, where, f"must begin with one of {', '.join(SCHEMES)} and ://")
+    if "@" in rest:
+        raise _refused(
+            url,
+            where,
+            "holds a user or a password, which logs would show. Remove them, and set username "
+            "and password_file or password_env",
+        )
+    if scheme == "unix":
+        if not rest.startswith("/"):
+            raise _refused(url, where, "must have a full path: unix:///run/valkey.sock")
+        return Servers((Address("", 0, rest),), is_tls=False)
+    names = rest.removesuffix("/")
+    if any(mark in names for mark in "/?#"):
+        raise _refused(
+            url, where, "has more than hosts and ports. Use the options, such as db, instead"
+        )
+    found = {_address(name, url, where, default_port) for name in names.split(",")}
+    return Servers(tuple(sorted(found)), is_tls=scheme in _TLS_SCHEMES)
+
+
+def _address(name: str, url: str, where: str, default_port: int) -> Address:
+    try:
+        parts = urlsplit(f"//{name.strip()}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or port == 0:
+        raise _refused(
+            url, where, "must name hosts, and ports from 1 to 65535: redis://kv1:6379,kv2:6379"
+        )
+    return Address(host, port or default_port)
+
+
+def _refused(url: str, where: str, remedy: str) -> ConfigError:
+    may_hold_a_secret = any(mark in url for mark in "@?")
+    value = "(not shown)" if may_hold_a_secret else shown(url)
+    return refusal("url", f"{where}: url={value} {remedy}.")
+
+
+_VARIABLE: Final = re.compile(r"[A-Z_][A-Z0-9_]*")
+_OPTIONS: Final = ("password_file", "password_env", "password_command")
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """The user name and the source of the password."""
+
+    username: str | None = None
+    source: str = ""  #: where the password comes from, for logs; empty if there is none
+    _read: Callable[[], str] | None = field(default=None, repr=False)
+    _command: SecretCommand | None = field(default=None, repr=False)
+
+    def on_refused(self) -> None:
+        """Note that a server has refused the password."""
+        if self._command is not None:
+            self._command.forget()
+
+    def password(self) -> str | None:
+        """Read the password; None if none is needed. May block. Raises ``StoreFault``."""
+        if self._read is None:
+            return None
+        try:
+            return _one_line(self._read())
+        except (OSError, ValueError) as problem:
+            raise StoreFault(f"{self.source} gives no password ({_reason(problem)})") from None
+
+
+def read_credentials(reader: Options, username: str | None) -> Credentials:
+    """Read the named credentials once. Raises ``ConfigError``, which shows no password."""
+    if reader.has("password"):
+        raise refusal(
+            "password",
+            f"{reader.where}: password=(not shown) would be shown in logs. Remove it, and name a "
+            "file of mode 0600 that holds it in password_file, an environment variable in "
+            "password_env, or a command that prints it in password_command.",
+        )
+    given = [key for key in _OPTIONS if reader.has(key)]
+    if len(given) > 1:
+        raise reader.error(given[1], "...", f"excludes {given[0]}. Give one of them")
+    if not given:
+        if username is not None:
+            raise reader.error(
+                "username", username, f"needs a password. Set one of {', '.join(_OPTIONS)}"
+            )
+        return Credentials()
+    (key,) = given
+    named = reader.text(key)
+    # If users write the password itself where its name belongs, it must not reach a log.
+    is_name = bool(_VARIABLE.fullmatch(named)) if key == "password_env" else "/" in named
+    shown = named if is_name else "..."
+    command = SecretCommand(named) if key == "password_command" else None
+    read: Callable[[], str]
+    if command is not None:
+        read = command
+    elif key == "password_file":
+        read = partial(read_secret_file, reader.path(key))
+    else:
+        read = partial(_variable, named)
+    try:
+        _one_line(read())
+    except (OSError, ValueError) as problem:
+        raise reader.error(key, shown, f"gives no password ({_reason(problem)})") from None
+    return Credentials(username, f"{key} {shown}", read, command)
+
+
+def _variable(name: str) -> str:
+    return os.environ.get(name, "")
+
+
+def _reason(problem: Exception) -> str:
+    return getattr(problem, "strerror", None) or str(problem)
+
+
+def _one_line(text: str) -> str:
+    password = text.strip("\r\n")
+    if not password:
+        raise ConfigError("it is empty or not set")
+    return password
+
 
 _PREFIX: Final = re.compile(r"[A-Za-z0-9._:-]+")
 _FILES: Final = ("tls_ca_file", "tls_cert_file", "tls_key_file")

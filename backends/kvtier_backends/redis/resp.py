@@ -17,8 +17,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from kvtier.errors import StoreFault
-from kvtier_backends.redis.socket_reader import SocketReader
-from kvtier_backends.redis.socket_writer import SocketWriter
+from kvtier_backends.redis.sockets import SocketReader, SocketWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
     from kvtier.errors import ConfigError
     from kvtier.plugin_api.options import Options
-    from kvtier_backends.redis.addresses import Address
     from kvtier_backends.redis.client import RedisClient
-    from kvtier_backends.redis.redis_options import RedisOptions
+    from kvtier_backends.redis.redis_options import Address, RedisOptions
     from kvtier_backends.redis.topology import Topology
 
 NAMESPACE: Final = "kvtier-check"

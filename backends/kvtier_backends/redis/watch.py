@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
     from kvtier_backends.incidents import TierCounters
     from kvtier_backends.redis import resp
-    from kvtier_backends.redis.addresses import Address
     from kvtier_backends.redis.client import RedisClient
     from kvtier_backends.redis.description import Description
-    from kvtier_backends.redis.redis_options import RedisOptions
+    from kvtier_backends.redis.redis_options import Address, RedisOptions
     from kvtier_backends.redis.topology import Topology
 
 CHECK_S: Final = 10.0

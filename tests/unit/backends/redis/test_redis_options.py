@@ -11,8 +11,7 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier_backends.redis import RedisBackend
-from kvtier_backends.redis.addresses import Address, parse_url
-from kvtier_backends.redis.redis_options import read_options
+from kvtier_backends.redis.redis_options import Address, parse_url, read_options
 from tests.unit.backends.redis._redis import CONTEXT, make_redis
 
 if TYPE_CHECKING:

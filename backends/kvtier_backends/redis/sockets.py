@@ -1,8 +1,12 @@
-"""Writes a batch straight from the memory of its parts, many of them in one system call.
+"""Reads and writes many parts of a batch in one system call, beside asyncio's transport.
+
+asyncio reads into one buffer at a time, and runs its loop after each. Here the rest of a block
+goes into its slot, and the bytes behind it into another buffer, in one system call: loads of
+64 KiB blocks took 0.84 of the processor time; those of 1 MiB blocks as much as before.
 
 asyncio would send each part separately, or join them first. A server woken by the head of a
-command reads it before the block is there: with heads and blocks in one call, stores of 64 KiB
-blocks took 0.8 of the processor time, and 0.7 of the server's.
+command reads it before the block is there: with heads and blocks in one call, written straight
+from their memory, stores of 64 KiB blocks took 0.8 of the processor time, and 0.7 of the server's.
 
 # Invariant: what the transport holds has been taken out of ``parts``, and nothing is written past
 #            it: whoever calls waits until the transport holds nothing.
@@ -17,6 +21,28 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 if TYPE_CHECKING:
     import asyncio
     from collections import deque
+    from collections.abc import Sequence
+
+
+class SocketReader:
+    """Reads from the socket of a transport, within its ``buffer_updated``. Loop thread only."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        is_encrypted = transport.get_extra_info("ssl_object") is not None
+        self._socket = None if is_encrypted else transport.get_extra_info("socket")
+
+    def read_some(self, buffers: Sequence[memoryview]) -> int:
+        """Fill these buffers in order with the available data.
+
+        Returns 0 if there is none, or the connection has ended: the transport detects that itself.
+        """
+        if self._socket is None:
+            return 0
+        try:
+            return os.readv(self._socket.fileno(), buffers)
+        except OSError:
+            return 0
+
 
 Part: TypeAlias = bytes | memoryview
 
