@@ -41,10 +41,9 @@ from kvtier_backends.fs.folder import (
     probe_direct,
     refuse_bare_mount_point,
 )
-from kvtier_backends.fs.forms import make_form
+from kvtier_backends.fs.forms import TRAILER_BYTES, make_form
 from kvtier_backends.fs.layout import make_layout
 from kvtier_backends.fs.older_blocks import report_older
-from kvtier_backends.fs.trailer import TRAILER_BYTES
 from kvtier_backends.incidents import IncidentLog, TierCounters
 from kvtier_backends.posix import fault_of_folder, not_working, padded_bytes, try_folder
 from kvtier_backends.shared.batches import BATCH_BYTES_MAX, batches_per_thread, blocks_within

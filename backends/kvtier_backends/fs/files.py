@@ -21,12 +21,18 @@ from kvtier.errors import Misuse
 from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock
 from kvtier_backends.fs.access_times import AccessTimes
 from kvtier_backends.fs.bound.writer import NoGrant, Stage
-from kvtier_backends.fs.fan_out import make_both, open_both
 from kvtier_backends.fs.folder import refuse_other_config, write_config
-from kvtier_backends.fs.forms import BlockRefused
+from kvtier_backends.fs.forms import TRAILER_BYTES, BlockRefused, TrailerDamaged
 from kvtier_backends.fs.older_blocks import neighbours
-from kvtier_backends.fs.open_root import PlaceLost, RootHandle
-from kvtier_backends.fs.special import SpecialFile, refuse_special_file, special_file
+from kvtier_backends.fs.open_root import (
+    PlaceLost,
+    RootHandle,
+    SpecialFile,
+    make_both,
+    open_both,
+    refuse_special_file,
+    special_file,
+)
 from kvtier_backends.fs.temporary import (
     add_marker,
     dead_markers,
@@ -35,7 +41,6 @@ from kvtier_backends.fs.temporary import (
     temporary_path,
     this_writer,
 )
-from kvtier_backends.fs.trailer import TRAILER_BYTES, TrailerDamaged
 from kvtier_backends.posix import GONE, NO_ROOM, O_DIRECT, no_room, padded_bytes
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import ConfigError, NamespaceMismatch
 from kvtier.plugin_api.options import shown
-from kvtier_backends.fs.open_root import CONFIG_NAME, FOLDER_FLAGS, OpenRoot
-from kvtier_backends.fs.special import refuse_special_file
+from kvtier_backends.fs.open_root import CONFIG_NAME, FOLDER_FLAGS, OpenRoot, refuse_special_file
 from kvtier_backends.fs.temporary import MARKERS_NAME, temporary_path, this_writer
 from kvtier_backends.posix import (
     NO_FOLDER,

@@ -7,6 +7,8 @@ relative to them. The path is checked periodically: if it names another
 folder, that one is opened only if it is known to be the same place. Otherwise
 the tier has no folder: it releases the old one, and checks again later.
 
+A special file in a file's place is refused, and named in the error: it is never read or awaited.
+
 # Invariant: a folder is known by ``config.json``, to the nanosecond in which it was written:
 #            that stays through a remount or a copy, and two folders don't share it. A new
 #            folder is opened only where the old one was deleted, on the same filesystem.
@@ -23,12 +25,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvtier_backends.fs.unfinished import Unfinished
-from kvtier_backends.posix import filesystem_of, make_folders
+from kvtier_backends.posix import filesystem_of, kind_of_file, make_folders
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvtier_backends.fs.layout import Layout
+
 
 CHECK_PAUSE_S: Final = 1.0
 """Interval between checks of the path, while the tier has work."""
@@ -293,3 +296,41 @@ class RootHandle:
             f"{why}: was its filesystem unmounted? Nothing is stored or loaded until it is back; "
             "to use what is there now, start the engine again"
         )
+
+
+class SpecialFile(OSError):
+    """Raised if a block's place holds something other than a regular file. The text names it."""
+
+
+def refuse_special_file(descriptor: int, path: str) -> None:
+    """Raise ``SpecialFile`` if the descriptor is not of a regular file."""
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        raise special_file(mode, path)
+
+
+def special_file(mode: int, path: str) -> SpecialFile:
+    """Return the error for something that is not a file, given its mode."""
+    return SpecialFile(errno.ESPIPE, f"{kind_of_file(mode)} lies where a file should be", path)
+
+
+def open_both(blocks: int, first: str, second: str) -> int:
+    """Open one folder in another. Raises ``OSError``, also for a symbolic link."""
+    outer = os.open(first, FOLDER_FLAGS, dir_fd=blocks)
+    try:
+        return os.open(second, FOLDER_FLAGS, dir_fd=outer)
+    finally:
+        os.close(outer)
+
+
+def make_both(blocks: int, first: str, second: str, mode: int) -> int:
+    """Create one folder in another if missing, and open it as ``open_both`` does."""
+    with suppress(FileExistsError):
+        os.mkdir(first, mode, dir_fd=blocks)
+    outer = os.open(first, FOLDER_FLAGS, dir_fd=blocks)
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(second, mode, dir_fd=outer)
+        return os.open(second, FOLDER_FLAGS, dir_fd=outer)
+    finally:
+        os.close(outer)

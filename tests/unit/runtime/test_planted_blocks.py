@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.plugin_api.backend import block_digest
-from kvtier_backends.fs.trailer import encode_trailer
+from kvtier_backends.fs.forms import encode_trailer
 from tests.unit.backends.shared._keys import FOREIGN, NEW, OLD, key_file
 from tests.unit.runtime.test_runtime import BLOCK_BYTES, KEYS, PATIENT, Runtime
 

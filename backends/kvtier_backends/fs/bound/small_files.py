@@ -21,8 +21,7 @@ import aiofiles.os
 
 from kvtier.plugin_api.threads import daemon_thread
 from kvtier_backends.fs.bound.protocol import SMALL_FILE_BYTES_MAX, Folder
-from kvtier_backends.fs.open_root import FOLDER_FLAGS
-from kvtier_backends.fs.special import refuse_special_file
+from kvtier_backends.fs.open_root import FOLDER_FLAGS, refuse_special_file
 from kvtier_backends.fs.temporary import temporary_path, this_writer
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.plugin_api.backend import block_digest
+from kvtier_backends.fs.forms import TRAILER_BYTES, TrailerDamaged, decode_trailer_untrusted
 from kvtier_backends.fs.layout import key_of_file_untrusted
 from kvtier_backends.fs.offline.inspection import (
     BlockFile,
@@ -21,7 +22,6 @@ from kvtier_backends.fs.offline.inspection import (
     block_bytes_of,
     form_of,
 )
-from kvtier_backends.fs.trailer import TRAILER_BYTES, TrailerDamaged, decode_trailer_untrusted
 from kvtier_backends.posix import padded_bytes
 from kvtier_backends.shared import record_trailer
 from kvtier_backends.shared.compression import BlockCompressor

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome, block_digest
-from kvtier_backends.fs.trailer import encode_trailer
+from kvtier_backends.fs.forms import encode_trailer
 from kvtier_backends.shared.record_trailer import Form, Trailer
 from kvtier_backends.shared.record_trailer import encode_trailer as encode_record_trailer
 from tests.unit.backends.fs._fs import (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies
 
 from kvtier.errors import Misuse, StoreFault
-from kvtier_backends.fs.trailer import (
+from kvtier_backends.fs.forms import (
     KEY_BYTES_MAX,
     TRAILER_BYTES,
     TrailerDamaged,
