@@ -11,8 +11,7 @@ import random
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvtier.plugin_api.deadlines import time_left_s
-from kvtier_backends.s3.error_codes import Failure
-from kvtier_backends.s3.failures import MAY_PASS, RequestFailed, timed_out
+from kvtier_backends.s3.failures import MAY_PASS, Failure, RequestFailed, timed_out
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -26,15 +26,14 @@ from kvtier_backends.incidents import IncidentLog, TierCounters
 from kvtier_backends.s3.attempts import Attempts
 from kvtier_backends.s3.client import S3Client, make_store
 from kvtier_backends.s3.connection import BucketConnection
-from kvtier_backends.s3.credentials import credentials_of
-from kvtier_backends.s3.error_codes import Failure
-from kvtier_backends.s3.failures import RequestFailed, WrongLength
-from kvtier_backends.s3.lent_buffers import LentBuffers
+from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength
+from kvtier_backends.s3.library_threads import LentBuffers
 from kvtier_backends.s3.request_limiter import RequestLimiter, Urgency
 from kvtier_backends.s3.s3_options import (
     Address,
     S3Options,
     address_of,
+    credentials_of,
     read_options,
 )
 from kvtier_backends.s3.trial import try_bucket

@@ -17,8 +17,7 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api.extras import install
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.incidents import TierCounters
-from kvtier_backends.s3.error_codes import Failure
-from kvtier_backends.s3.failures import RequestFailed, WrongLength, failure_of
+from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength, failure_of
 from kvtier_backends.s3.library_threads import THREADS
 from kvtier_backends.shared.secret_command import SECRETS_S_MAX
 
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
 
     from obstore.store import ObjectStore
 
-    from kvtier_backends.s3.credentials import Credentials, Source
-    from kvtier_backends.s3.s3_options import Address, S3Options
+    from kvtier_backends.s3.s3_options import Address, Credentials, S3Options, Source
 
 T = TypeVar("T")
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from kvtier_backends.s3.error_codes import Failure
-from kvtier_backends.s3.failures import RequestFailed, WrongLength, timed_out
+from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength, timed_out
 from kvtier_backends.shared.kept_connection import KeptConnection
 from kvtier_backends.shared.namespaces import DESCRIPTION_BYTES_MAX
 

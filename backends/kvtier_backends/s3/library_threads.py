@@ -1,11 +1,16 @@
-"""Makes the library's threads release Python before the interpreter ends.
+"""Accounts for the library's threads: the views that they may still read, and how they end.
+
+The library keeps a view of a slot exported for as long as it may read it, also after its call has
+ended, and an exported view can't be released: so an attempt to release it shows whether it is still
+in use.
 
 obstore ends each call in a thread of its own, which checks whether the call's future was cancelled
 and otherwise has the event loop settle it; a moment later it releases the interpreter. Up to
 Python 3.13, a thread that wants the interpreter's lock during shutdown is ended itself, and then
 Rust aborts the process. The library can't be stopped (PyO3/pyo3-async-runtimes#40), and no wait
 is long enough on a busy machine. But its check of the future shows that the thread exists;
-and a thread that may still want the lock is within a frame of Python.
+and a thread that may still want the lock is within a frame of Python. So they are made to release
+Python before the interpreter ends.
 """
 
 from __future__ import annotations
@@ -20,6 +25,41 @@ from weakref import ref
 
 if TYPE_CHECKING:
     import asyncio
+
+
+class LentBuffers:
+    """Counts the lent views. Any thread may call ``count``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lent: list[memoryview] = []
+
+    def lend(self, buffer: memoryview) -> memoryview:
+        """Return a view of the buffer for one call of the library. Give it back afterwards."""
+        return buffer.toreadonly()
+
+    def give_back(self, view: memoryview) -> None:
+        """Take back a view after its call has ended in any way."""
+        if not _is_released(view):
+            with self._lock:
+                self._lent.append(view)
+
+    def count(self) -> int:
+        """Return how many views may still be read although their call has ended."""
+        if not self._lent:
+            return 0
+        with self._lock:
+            self._lent = [view for view in self._lent if not _is_released(view)]
+            return len(self._lent)
+
+
+def _is_released(view: memoryview) -> bool:
+    try:
+        view.release()
+    except BufferError:
+        return False
+    return True
+
 
 T = TypeVar("T")
 

@@ -15,10 +15,8 @@ from typing_extensions import override
 from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier.plugin_api.offline import NamespaceBlocks
 from kvtier_backends.s3.client import S3Client, make_store
-from kvtier_backends.s3.credentials import credentials_of
-from kvtier_backends.s3.error_codes import Failure
-from kvtier_backends.s3.failures import RequestFailed, WrongLength
-from kvtier_backends.s3.s3_options import SCHEMES, address_of, read_options
+from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength
+from kvtier_backends.s3.s3_options import SCHEMES, address_of, credentials_of, read_options
 from kvtier_backends.shared.namespaces import (
     DESCRIPTION_BYTES_MAX,
     DescriptionDamaged,

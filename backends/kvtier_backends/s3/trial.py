@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import StoreFault
 from kvtier_backends.s3.connection import CHECK_TIMEOUT_S_MAX
-from kvtier_backends.s3.error_codes import Failure
-from kvtier_backends.s3.failures import RequestFailed, timed_out
+from kvtier_backends.s3.failures import Failure, RequestFailed, timed_out
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -10,8 +10,7 @@ from typing_extensions import override
 
 from kvtier.tools.bench.plain_clients import PlainClient, expect_blocks
 from kvtier_backends.s3.client import make_store
-from kvtier_backends.s3.credentials import credentials_of
-from kvtier_backends.s3.s3_options import address_of, read_options
+from kvtier_backends.s3.s3_options import address_of, credentials_of, read_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

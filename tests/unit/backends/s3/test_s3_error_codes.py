@@ -9,8 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvtier.plugin_api.backend import Connection, Outcome
-from kvtier_backends.s3.error_codes import ERROR_CODES, Failure
-from kvtier_backends.s3.failures import failure_of
+from kvtier_backends.s3.failures import ERROR_CODES, Failure, failure_of
 from tests.support.s3_fault_server import Fault
 from tests.unit.backends.s3._s3 import S3, open_s3
 

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import BackendContext, Connection, Namespace
 from kvtier_backends.s3 import S3Backend
-from kvtier_backends.s3.credentials import Credentials
+from kvtier_backends.s3.s3_options import Credentials
 from tests.support.s3_fault_server import Fault
 from tests.support.s3_server import SECRET_KEY, options_for, set_credentials
 from tests.unit.backends.s3._s3 import CONTEXT, make_s3, open_s3

@@ -10,9 +10,8 @@ import pytest
 from kvtier.plugin_api.deadlines import time_limit
 from kvtier_backends.s3.attempts import ATTEMPTS_MAX, Attempts, backoff_s
 from kvtier_backends.s3.client import _call
-from kvtier_backends.s3.error_codes import Failure
-from kvtier_backends.s3.failures import RequestFailed, failure_of
-from kvtier_backends.s3.lent_buffers import LentBuffers
+from kvtier_backends.s3.failures import Failure, RequestFailed, failure_of
+from kvtier_backends.s3.library_threads import LentBuffers
 from kvtier_backends.s3.request_limiter import RequestLimiter, Urgency
 
 pytestmark = pytest.mark.anyio

@@ -44,7 +44,7 @@ def tell_what_is_left():
 
 from kvtier_backends.s3 import s3_options
 from kvtier_backends.s3.client import S3Client, make_store
-from kvtier_backends.s3.credentials import credentials_of
+from kvtier_backends.s3.s3_options import credentials_of
 from kvtier_backends.s3.library_threads import THREADS
 
 def want_the_lock():
