@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.extras import install
-from kvtier_backends.shared.secret_file import read_secret_file
+from kvtier_backends.shared.secrets import read_secret_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

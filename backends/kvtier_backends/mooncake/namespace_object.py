@@ -8,7 +8,7 @@ from kvtier.errors import StoreFault
 from kvtier_backends.mooncake.client import Parts
 from kvtier_backends.mooncake.library import ABSENT_CODES, MASTER_CODES, told
 from kvtier_backends.mooncake.registered import DESCRIPTION_ROOM_BYTES, address_of
-from kvtier_backends.shared.description import OwnDescription
+from kvtier_backends.shared.namespaces import OwnDescription
 
 if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendContext

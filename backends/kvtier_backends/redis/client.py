@@ -16,7 +16,7 @@ from kvtier.errors import StoreFault
 from kvtier.plugin_api.extras import install
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.redis.resp import RespConnection
-from kvtier_backends.shared.secret_command import SECRETS_S_MAX
+from kvtier_backends.shared.secrets import SECRETS_S_MAX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

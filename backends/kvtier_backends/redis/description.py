@@ -12,8 +12,7 @@ from kvtier.errors import StoreFault
 from kvtier_backends.redis.client import ServerRefused
 from kvtier_backends.redis.server_errors import refuses_writes
 from kvtier_backends.redis.topology import UNSETTLED
-from kvtier_backends.shared.description import OwnDescription
-from kvtier_backends.shared.namespaces import namespace_name
+from kvtier_backends.shared.namespaces import OwnDescription, namespace_name
 
 if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendContext

@@ -24,8 +24,7 @@ from kvtier.errors import ConfigError, StoreFault
 from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.options import Options, refusal, shown
 from kvtier_backends.shared.records import ProtectionOptions
-from kvtier_backends.shared.secret_command import SecretCommand
-from kvtier_backends.shared.secret_file import read_secret_file
+from kvtier_backends.shared.secrets import SecretCommand, read_secret_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

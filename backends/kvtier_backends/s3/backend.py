@@ -37,8 +37,7 @@ from kvtier_backends.s3.s3_options import (
     read_options,
 )
 from kvtier_backends.s3.trial import try_bucket
-from kvtier_backends.shared.description import OwnDescription
-from kvtier_backends.shared.namespaces import namespace_name
+from kvtier_backends.shared.namespaces import OwnDescription, namespace_name
 from kvtier_backends.shared.record_threads import RecordThreads, StoredRecord
 from kvtier_backends.shared.records import make_records
 

@@ -19,7 +19,7 @@ from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.incidents import TierCounters
 from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength, failure_of
 from kvtier_backends.s3.library_threads import THREADS
-from kvtier_backends.shared.secret_command import SECRETS_S_MAX
+from kvtier_backends.shared.secrets import SECRETS_S_MAX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence

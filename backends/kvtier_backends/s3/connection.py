@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtier.errors import StoreFault
     from kvtier_backends.incidents import TierCounters
     from kvtier_backends.s3.client import S3Client
-    from kvtier_backends.shared.description import OwnDescription
+    from kvtier_backends.shared.namespaces import OwnDescription
 
 T = TypeVar("T")
 

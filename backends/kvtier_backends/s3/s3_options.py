@@ -25,7 +25,7 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.options import Options, refusal
 from kvtier_backends.shared.records import ProtectionOptions
-from kvtier_backends.shared.secret_command import SecretCommand
+from kvtier_backends.shared.secrets import SecretCommand
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

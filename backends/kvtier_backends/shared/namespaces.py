@@ -1,7 +1,8 @@
 """Names everything that changes the bytes of a block, and describes it in plain words.
 
 The name is part of every block's name in shared storage. The description is stored beside
-the blocks, so that a clash or a mix-up is detected and not served.
+the blocks, so that a clash or a mix-up is detected and not served: ``OwnDescription`` is that of an
+engine's own namespace, to be written on a server or compared with the one there.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.errors import StoreFault
+from kvtier.plugin_api.options import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvtier.plugin_api.backend import BackendContext
+
 
 DESCRIPTION_BYTES_MAX: Final = 1 << 20
 NAMESPACE_DIGEST_BYTES: Final = 16
@@ -107,3 +110,46 @@ def digest_of(facts: Mapping[str, Any]) -> str:
 
 def _safe_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".")[:_NAME_CHARACTERS_MAX] or "model"
+
+
+class OtherNamespace(StoreFault):
+    """Raised if another namespace, or something else, has this one's name."""
+
+
+class OwnDescription:
+    """The description to write if there is none, and to compare with one that is found."""
+
+    def __init__(
+        self, name: str, format_name: str, version: int, context: BackendContext, option: str
+    ) -> None:
+        """``name``: its name on the server. ``option``: the option that leads elsewhere."""
+        self.name = name
+        self.is_read_only = context.read_only  #: a missing description is not written
+        self._wanted = describe(format_name, version, context)
+        self._option = option
+        self.text = json.dumps(self._wanted, indent=2, sort_keys=True).encode()
+
+    def refuse_other_untrusted(self, raw: bytes | memoryview) -> None:
+        """Compare the description found there. Raises ``OtherNamespace`` and nothing else."""
+        if len(raw) > DESCRIPTION_BYTES_MAX:
+            raise self.no_description(f"{len(raw)} bytes")
+        try:
+            found = parse_description_untrusted(raw)
+        except DescriptionDamaged as problem:
+            raise self.no_description(str(problem)) from None
+        difference = first_difference(found, self._wanted)
+        if difference is not None:
+            name, there, here = difference
+            raise self._other(
+                f"of another namespace: {name} is {shown(there)} there and {shown(here)} here"
+            )
+
+    def no_description(self, reason: str) -> OtherNamespace:
+        """Return the exception for something else under this name."""
+        return self._other(f"no description: {reason}")
+
+    def _other(self, what: str) -> OtherNamespace:
+        return OtherNamespace(
+            f"{self.name} is {what}. Give this engine another {self._option}, or remove "
+            f"{self.name} if nobody needs it"
+        )

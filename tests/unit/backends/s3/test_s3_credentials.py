@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Connection, Outcome
-from kvtier_backends.shared import secret_command
+from kvtier_backends.shared import secrets
 from tests.support.s3_fault_server import Fault
 from tests.unit.backends.s3._s3 import make_s3, open_s3
 
@@ -34,7 +34,7 @@ def aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setattr(secret_command, "KEPT_S", inf)  # what was printed may have been refused
+    monkeypatch.setattr(secrets, "KEPT_S", inf)  # what was printed may have been refused
     return tmp_path
 
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_backends.shared.description import OtherNamespace, OwnDescription
-from kvtier_backends.shared.namespaces import DESCRIPTION_BYTES_MAX
+from kvtier_backends.shared.namespaces import DESCRIPTION_BYTES_MAX, OtherNamespace, OwnDescription
 from tests.unit.backends.shared._keys import CONTEXT
 
 OWN = OwnDescription("kv/description", "kvtier toy", 1, CONTEXT, option="key_prefix")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier_backends.shared.secret_file import SECRET_BYTES_MAX, read_secret_file
+from kvtier_backends.shared.secrets import SECRET_BYTES_MAX, read_secret_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,14 +1,33 @@
-"""Runs a command that prints a secret, such as a token that lasts for minutes."""
+"""Reads secrets, keys or a password: from a file, or from a command that prints one.
+
+A command is for tokens that last for minutes. Errors never reveal a secret.
+"""
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import time
 from typing import Final
 
 from kvtier.errors import ConfigError
-from kvtier_backends.shared.secret_file import SECRET_BYTES_MAX
+
+SECRET_BYTES_MAX: Final = 1 << 16
+
+
+def read_secret_file(path: str) -> str:
+    """Return the file's text. Raises ``OSError`` or ``ValueError``, ``ConfigError`` among these."""
+    # O_NONBLOCK: a FIFO must not keep the engine from starting.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if os.fstat(descriptor).st_mode & 0o077:
+            raise ConfigError("others may read it: run chmod 600 on it")
+        try:
+            return file.read(SECRET_BYTES_MAX).decode()
+        except ValueError:  # its text would show a part of the secret
+            raise ConfigError("it is no text in UTF-8") from None
+
 
 COMMAND_S_MAX: Final = 10.0
 SECRETS_S_MAX: Final = COMMAND_S_MAX + 1.0
