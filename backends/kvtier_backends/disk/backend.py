@@ -36,6 +36,7 @@ from kvtier_backends.disk.folder.capacity import (
 )
 from kvtier_backends.disk.folder.claim import (
     Claim,
+    SuperblockCopy,
     not_ours,
     read_superblock,
     refuse_bare_mount_point,
@@ -48,7 +49,6 @@ from kvtier_backends.disk.folder.opening import (
     prepare_folder,
 )
 from kvtier_backends.disk.folder.recovery import Expected, Recovery
-from kvtier_backends.disk.folder.superblock_copy import SuperblockCopy
 from kvtier_backends.disk.format import (
     NO_KEY_ID,
     TAG_BYTES,

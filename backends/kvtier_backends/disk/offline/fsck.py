@@ -20,7 +20,7 @@ from kvtier_backends.disk.folder.claim import segment_numbers, write_superblock
 from kvtier_backends.disk.folder.recovery import UNREMARKABLE
 from kvtier_backends.disk.format import NO_KEY_ID, TAG_BYTES
 from kvtier_backends.disk.offline.inspection import damaged_copies, user_of
-from kvtier_backends.disk.offline.scrubbing import scrub_region
+from kvtier_backends.disk.offline.purging import scrub_region
 from kvtier_backends.encryption.cipher import BlockCipher, EncryptedBlock
 
 if TYPE_CHECKING:

@@ -4,6 +4,10 @@ Their entries are removed from the tables and their bytes from the disk (as far 
 a filesystem can ensure it; an SSD may keep copies of its own). In a folder that an
 engine uses, the engine does it: it forgets the blocks, reports them as lost,
 and appends nothing while the tables are replaced.
+
+``scrub_region`` replaces the table pages of a region one by one, in place. A crash meanwhile
+leaves a page that fails its check, or an entry without its block: a loss, never wrong bytes.
+Its caller ensures that nothing is appended to the region meanwhile.
 """
 
 from __future__ import annotations
@@ -15,17 +19,67 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.errors import StoreFault
+from kvtier_backends.disk.format import PAGE_BYTES, Entry, TableWriter
 from kvtier_backends.disk.log.regions import RegionState
 from kvtier_backends.disk.offline.listing import Distinct, Kind, kind_of
-from kvtier_backends.disk.offline.scrubbing import scrub_region
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
     from kvtier.plugin_api.threads import DaemonThreads
-    from kvtier_backends.disk.format import Entry
     from kvtier_backends.disk.log.block_log import BlockLog
-    from kvtier_backends.disk.offline.inspection import Folder, RegionReport
+    from kvtier_backends.disk.offline.inspection import Folder, Page, RegionReport
+    from kvtier_backends.disk.offline.region_files import RegionFiles
+
+
+_BLANK = bytes(PAGE_BYTES)
+
+
+def scrub_region(
+    files: RegionFiles, report: RegionReport, keep: Callable[[Entry], bool]
+) -> list[Entry]:
+    """Erase everything in a region except the blocks that ``keep`` accepts.
+
+    Returns the removed entries. Raises ``OSError``.
+    """
+    entries = report.entries.values() if report.is_sound else ()
+    gone = [entry for entry in entries if not keep(entry)]
+    stay = {entry.slot for entry in entries} - {entry.slot for entry in gone}
+    if not stay or report.header is None or report.geometry is None:
+        files.erase(report.number, 0, files.region_bytes)
+        return gone
+    for page in report.pages:
+        replaced = _without(page, stay, report.header.incarnation)
+        if replaced != page.raw:
+            files.write(report.number, (1 + page.place) * PAGE_BYTES, replaced)
+    for first, count in _gaps(stay, report.header.slots):
+        files.erase(report.number, report.geometry.slot_at(first), count * report.geometry.stride)
+    # Blocks of another size may have left bytes behind the last slot.
+    end = report.geometry.slot_at(report.header.slots)
+    files.erase(report.number, end, files.region_bytes - end)
+    return gone
+
+
+def _without(page: Page, stay: set[int], incarnation: bytes) -> bytes:
+    """Return the page with entries of these slots only; blank if there are none."""
+    kept = [entry for entry in page.entries if entry.slot in stay]
+    if not kept:
+        return _BLANK
+    if len(kept) == len(page.entries) and not page.beyond:
+        return page.raw
+    writer = TableWriter(incarnation, len(kept[0].tag))
+    writer.add(kept)
+    return writer.encode()
+
+
+def _gaps(slots: Iterable[int], end: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs of slots below ``end`` that are not among these, as first and count."""
+    first = 0
+    for slot in [*sorted(slots), end]:
+        if slot > first:
+            yield first, slot - first
+        first = slot + 1
+
 
 LOADS_END_S_MAX: Final = 5.0
 """How long to wait for running loads, all together; usually they take milliseconds.
