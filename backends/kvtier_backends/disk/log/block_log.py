@@ -18,10 +18,11 @@ from kvtier_backends.disk.format import check_key_lengths
 from kvtier_backends.disk.log.appender import BlockAppender
 from kvtier_backends.disk.log.batches import AppendBatch, check_buffers
 from kvtier_backends.disk.log.calls import Calls
+from kvtier_backends.disk.log.healing import Healer
 from kvtier_backends.disk.log.live_blocks import LiveBlocks
 from kvtier_backends.disk.log.load_priority import LoadPriority
 from kvtier_backends.disk.log.reader import BlockReader
-from kvtier_backends.disk.log.region_faults import Healer, RegionFaults
+from kvtier_backends.disk.log.region_faults import RegionFaults
 from kvtier_backends.disk.log.region_opening import RegionOpener
 from kvtier_backends.disk.log.region_reclaim import Reclaimer
 
