@@ -126,9 +126,8 @@ def _candidates(runs: Sequence[Run], estimates: Estimates) -> Iterator[tuple[int
     for where, count in runs:
         if where != FREE:
             before, cost = counts.get(where, 0), estimates.costs.get(where)
-            if (
-                cost is not None and cost.block_s > 0
-            ):  # while others are busy, some load for nothing
+            if cost is not None and cost.block_s > 0:
+                # While other loads, or the engine, are busy, some blocks load for nothing.
                 others_s = max(free_s, estimates.load_s({**counts, where: 0}))
                 bend = (others_s - cost.latency_s) / cost.block_s - cost.outstanding - before
                 bend = min(max(bend, 0.0), count)

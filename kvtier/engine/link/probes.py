@@ -189,8 +189,7 @@ class Probes:
         for probe in self._flights:
             if probe.is_awaited and probe.started <= since:
                 self._leave(probe)
-        for probe in self._flights:
-            if probe.is_awaited and probe.deadline <= now:
+            elif probe.is_awaited and probe.deadline <= now:
                 self._lose(probe)  # the tier may be healthy: whoever watches it decides
         self._end_unasked(self._waiting.pop_impatient(since))
         self.send_waiting()

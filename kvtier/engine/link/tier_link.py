@@ -335,7 +335,7 @@ class TierLink(Actor):
         for transfers in (self._loads, self._stores):
             for peer, late, is_stalled in transfers.pop_late():
                 self.counts.jobs_timed_out += len(late)
-                self._abandon([job for job in late if job.is_awaited])
+                self._abandon(transfers, [job for job in late if job.is_awaited])
                 self._health.late(transfers.work, len(late), peer, is_stalled=is_stalled)
             expected_s, took_s = transfers.learn()
             if transfers.work is Work.LOAD:
@@ -353,7 +353,7 @@ class TierLink(Actor):
         for job in cut:
             self.counts.promotions_cut += len(job.keys)
             self._loads.pacing.given_up(job.backlog, now - job.started, now)
-        self._abandon(cut)
+        self._abandon(self._loads, cut)
 
     def _tell_cost(self) -> None:
         """Report the cost of a load now, behind all loads that are at the tier or wait for it."""
@@ -391,7 +391,8 @@ class TierLink(Actor):
         self._health.broke()
         self._probes.end_all()
         for transfers in (self._loads, self._stores):
-            self._abandon([job for job in transfers.lose_all() if job.is_awaited])
+            lost = transfers.lose_all()
+            self._abandon(transfers, [job for job in lost if job.is_awaited])
         self._send_all()
         self._health.tell_usable()
 
@@ -427,10 +428,10 @@ class TierLink(Actor):
     def _end_promotion(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
         self.primary.post(m.PromotionEnded(self._number, job.keys, job.slots, outcomes, job.epoch))
 
-    def _abandon(self, jobs: Sequence[Job]) -> None:
+    def _abandon(self, transfers: Transfers, jobs: Sequence[Job]) -> None:
         """Wait no longer for jobs that are at the tier."""
         for job in jobs:
-            (self._loads if job.is_load else self._stores).leave(job)
+            transfers.leave(job)
             if job.is_load:
                 told = m.PromotionAbandoned(self._number, job.keys, job.slots, job.epoch)
                 self.primary.post(told)

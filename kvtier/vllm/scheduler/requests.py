@@ -19,7 +19,7 @@ from kvtier.vllm.scheduler.prefill_steps import Prompt
 from kvtier.vllm.workarounds.resumed import Runs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from kvtier.vllm.identity.weight_updates import EngineWeights
 
@@ -52,7 +52,7 @@ class EngineRequests:
         self._weights = weights
         self._chunk_tokens = chunk_tokens
         self._of: dict[str, RequestState] = {}
-        self._undecided: dict[str, RequestState] = {}
+        self._undecided: set[str] = set()
 
     def __len__(self) -> int:
         """Return the number of requests that vLLM has announced, and not ended."""
@@ -79,7 +79,7 @@ class EngineRequests:
 
     def end(self, name: str) -> RequestState | None:
         """Forget a request; return what was known of it."""
-        self._undecided.pop(name, None)
+        self._undecided.discard(name)
         ADAPTERS.mixed.discard(name)
         return self._of.pop(name, None)
 
@@ -94,16 +94,18 @@ class EngineRequests:
 
     def wait(self, state: RequestState) -> None:
         """Note that a request is not scheduled for a step: it has no block on the GPU."""
-        self._undecided[state.name] = state
+        self._undecided.add(state.name)
         state.is_mixed = False
 
     def is_undecided(self, name: str) -> bool:
         """Return whether a request has looked up keys, and may wait."""
         return name in self._undecided
 
-    def pop_decided(self, names: Iterable[str]) -> list[str]:
+    def pop_decided(self, names: Iterable[str]) -> Collection[str]:
         """Return those of the requests that were undecided. They no longer are."""
-        return [name for name in names if self._undecided.pop(name, None) is not None]
+        decided = self._undecided.intersection(names)
+        self._undecided -= decided
+        return decided
 
     # --- what may be stored ---
 

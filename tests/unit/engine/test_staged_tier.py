@@ -219,13 +219,18 @@ def test_a_load_may_be_of_a_request_that_has_ended(program: Program) -> None:
     assert program.facade.statistics().primary.requests == 0
 
 
-@given({"load": {"delay_s": SOON, "calls_max": 1}}, promote_timeout_s=5.0, staging_bytes=BLOCK)
-def test_what_came_late_leaves_the_staging_slots_to_other_loads(program: Program) -> None:
-    program.until_finished(program.store(KEYS[:2]))
+def arrive_late(program: Program) -> None:
+    """Have the first block arrive once its job has failed."""
     job = program.load(KEYS[:1])
     program.now = 5.0
     assert program.until_finished(job).failed
     until(lambda: program.take() or program.facade.statistics().primary.ready_slots)
+
+
+@given({"load": {"delay_s": SOON, "calls_max": 1}}, promote_timeout_s=5.0, staging_bytes=BLOCK)
+def test_what_came_late_leaves_the_staging_slots_to_other_loads(program: Program) -> None:
+    program.until_finished(program.store(KEYS[:2]))
+    arrive_late(program)
     program.now = 100.0  # the tier's pause is over
     program.take()
     program.facade.submit_load(100, "r", KEYS[1:2], [1])
@@ -236,10 +241,7 @@ def test_what_came_late_leaves_the_staging_slots_to_other_loads(program: Program
 @given({"load": {"delay_s": SOON, "calls_max": 1}}, promote_timeout_s=5.0)
 def test_what_came_late_is_stored_again_if_the_tier_has_lost_it(program: Program) -> None:
     program.until_finished(program.store(KEYS[:1]))
-    job = program.load(KEYS[:1])
-    program.now = 5.0
-    assert program.until_finished(job).failed
-    until(lambda: program.take() or program.facade.statistics().primary.ready_slots)
+    arrive_late(program)
     lose(program, KEYS[:1])
     assert program.until_finished(program.store(KEYS[:1])).moved == 1
 

@@ -320,6 +320,7 @@ async def test_a_folder_that_is_none_is_named(
     name, *options = command
     said = kvtier.refused(name, tmp_path, *options)
     assert f"{tmp_path} is not recognized as the storage of a tier" in said
+    assert {"disk", "fs", "redis", "s3"} <= offline_classes().keys()
     assert f"Types that can be listed: {', '.join(offline_classes())}." in said
     absent = tmp_path / "absent"
     assert f"{absent} does not exist" in kvtier.refused(name, absent, *options)
