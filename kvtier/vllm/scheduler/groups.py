@@ -39,6 +39,8 @@ class TokenOrder:
     ``chunk_tokens``: how many tokens each key covers, if there is one group; else None.
     """
 
+    __slots__ = ("_chunk_tokens", "_told_count", "_told_end")
+
     def __init__(self, chunk_tokens: int | None) -> None:
         self._chunk_tokens = chunk_tokens
         self._told_count = 0

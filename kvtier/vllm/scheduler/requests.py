@@ -1,5 +1,7 @@
 """Keeps what is known of the engine's requests: one object for each, made and ended here.
 
+It is made once something is to be known: many requests are announced, and load and store nothing.
+
 KV data computed with several weights belongs to none of them. So a request stores nothing if it
 ran while weights or its LoRA adapter were replaced, or if it begins with KV data of older weights
 from vLLM's own prefix cache. A request that waits again, without a block on the GPU, may store:
@@ -51,7 +53,7 @@ class EngineRequests:
         """``chunk_tokens``: that of ``RequestState``."""
         self._weights = weights
         self._chunk_tokens = chunk_tokens
-        self._of: dict[str, RequestState] = {}
+        self._of: dict[str, RequestState | None] = {}
         self._undecided: set[str] = set()
 
     def __len__(self) -> int:
@@ -59,23 +61,36 @@ class EngineRequests:
         return len(self._of)
 
     @property
+    def are_undecided(self) -> bool:
+        """Whether any request has looked up keys, and may wait."""
+        return bool(self._undecided)
+
+    @property
     def running(self) -> int:
         """The number of requests that are decided on."""
         return len(self._of) - len(self._undecided)
 
-    def begin(self, name: str) -> RequestState:
+    def begin(self, name: str) -> None:
         """Add a request, unless it is there. Weights may have changed while there was none."""
         if not self._of:
             self._weights.on_first_request()
-        return self._of.setdefault(name, RequestState(name, self._chunk_tokens))
+        self._of.setdefault(name)
 
     def get(self, name: str) -> RequestState | None:
-        """Return the state of a request; None: it has ended, or was never announced."""
+        """Return the state of a request; None: there is none, or the request has ended."""
         return self._of.get(name)
 
     def of(self, name: str) -> RequestState:
         """Return the state of a request, which begins now if it was not announced."""
-        return self._of.get(name) or self.begin(name)
+        state = self._of.get(name)
+        if state is None:
+            self.begin(name)
+            state = self._of[name] = RequestState(name, self._chunk_tokens)
+        return state
+
+    def runs_of(self, names: Iterable[str]) -> list[Runs]:
+        """Return in which steps those of the requests have run that vLLM has announced."""
+        return [self.of(name).runs for name in names if name in self._of]
 
     def end(self, name: str) -> RequestState | None:
         """Forget a request; return what was known of it."""
@@ -85,7 +100,7 @@ class EngineRequests:
 
     def reset(self) -> None:
         """Note that the weights may have changed: nothing is reserved for any request."""
-        for state in self._of.values():
+        for state in map(self.of, list(self._of)):
             state.is_mixed = True
             state.was_refused = False
         self._undecided.clear()
