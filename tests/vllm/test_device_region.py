@@ -9,28 +9,32 @@ import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+PREFIX = "vllm_offload_"
 ROW_BYTES = 65536
 SLOTS = 3
 
 
 class Engine:
-    """The region as vLLM's worker of rank 0 maps it."""
+    """The region as vLLM's worker of rank 0 maps it.
 
-    def __init__(self) -> None:
+    ``engine_id`` begins with the name of a folder: no engine of another test sweeps there. A sweep
+    locks what it looks at, even under another name, so one more at that time would pass it by.
+    """
+
+    def __init__(self, folder: Path) -> None:
         from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
         from kvtier.vllm.memory.region_header import HEADER_BYTES
 
         self.header_rows = -(-HEADER_BYTES // ROW_BYTES)
-        self.engine_id = f"test-{uuid4().hex}"
-        self.path = Path(f"/dev/shm/vllm_offload_{self.engine_id}.mmap")
+        self.engine_id = f"{folder.name.removeprefix(PREFIX)}/{PREFIX}rank"
+        self.path = folder / f"{PREFIX}rank.mmap"
         self.worker: Any = SharedOffloadRegion(
             engine_id=self.engine_id,
             num_chunks=SLOTS + self.header_rows,
@@ -65,10 +69,10 @@ class Engine:
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    engine = Engine()
-    yield engine
-    engine.worker.cleanup()
-    engine.path.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix=PREFIX) as folder:
+        engine = Engine(Path(folder))
+        yield engine
+        engine.worker.cleanup()
 
 
 def test_the_scheduler_sees_the_workers_bytes_and_facts(engine: Engine) -> None:
@@ -118,11 +122,8 @@ def test_a_region_is_swept_once_no_process_has_it(engine: Engine) -> None:
     from kvtier.vllm.memory.region import sweep
 
     engine.announce()
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        # The same file, where no engine of another test sweeps.
-        own = Path(folder) / engine.path.name
-        own.hardlink_to(engine.path)
-        assert sweep(folder) == []
-        engine.worker._creator = False  # as if it were killed: the name stays
-        engine.worker.cleanup()
-        assert sweep(folder) == [own]
+    folder = str(engine.path.parent)
+    assert sweep(folder) == []
+    engine.worker._creator = False  # as if it were killed: the name stays
+    engine.worker.cleanup()
+    assert sweep(folder) == [engine.path]
