@@ -367,11 +367,11 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._is_idle = False
         self._weights.on_step()
         scheduled = [*context.new_req_ids, *self._loading]
-        if self.requests.are_undecided:
+        if scheduled or context.preempted_req_ids:  # most steps only decode
             self._note_decided([*scheduled, *(context.preempted_req_ids or ())])
         if self._several_groups:
             self._group_lookups.reserve(self.requests.is_undecided)
-        self._resumed.end_step(self.requests.runs_of(scheduled))
+        self._resumed.end_step(self.requests.runs_of(scheduled) if scheduled else ())
         self._reset_step()
         self.facade.step_end()
         if self._tiers:

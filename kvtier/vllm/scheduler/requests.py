@@ -61,11 +61,6 @@ class EngineRequests:
         return len(self._of)
 
     @property
-    def are_undecided(self) -> bool:
-        """Whether any request has looked up keys, and may wait."""
-        return bool(self._undecided)
-
-    @property
     def running(self) -> int:
         """The number of requests that are decided on."""
         return len(self._of) - len(self._undecided)
