@@ -23,8 +23,7 @@ SLOTS = 3
 class Engine:
     """The region as vLLM's worker of rank 0 maps it.
 
-    ``engine_id`` begins with the name of a folder: no engine of another test sweeps there. A sweep
-    locks what it looks at, even under another name, so one more at that time would pass it by.
+    Its ``engine_id`` names a folder, too, where no other test sweeps: a sweep locks what it reads.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,8 +32,8 @@ class Engine:
         from kvtier.vllm.memory.region_header import HEADER_BYTES
 
         self.header_rows = -(-HEADER_BYTES // ROW_BYTES)
-        self.engine_id = f"{folder.name.removeprefix(PREFIX)}/{PREFIX}rank"
         self.path = folder / f"{PREFIX}rank.mmap"
+        self.engine_id = f"{folder.name.removeprefix(PREFIX)}/{PREFIX}rank"
         self.worker: Any = SharedOffloadRegion(
             engine_id=self.engine_id,
             num_chunks=SLOTS + self.header_rows,
