@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.options import Options
+from kvtier.settings.vllm_keys import NOT_NEEDED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,9 +18,9 @@ class HostedOptions:
     """The options, read."""
 
     tier: option.Table
-    """an entry of vLLM's own `secondary_tiers`, which vLLM's factory gets as it is: `{"type": "fs",
-    "root_dir": ...}`, or a class of yours with `module_path`. Refused: a tier that serves other
-    engines, such as `kvcr`, but not `p2p`"""
+    """an entry of vLLM's own `secondary_tiers`, which vLLM's factory gets as it is, but for
+    `backpressure`: `{"type": "fs", "root_dir": ...}`, or a class of yours with `module_path`.
+    Refused: a tier that serves other engines, such as `kvcr`, but not `p2p`"""
 
     request_scoped: option.Flag = False
     """`true`: what the tier has depends on the request. It sees the engine's own requests and their
@@ -32,10 +33,6 @@ class HostedOptions:
         given = cls(**option.read(cls, reader))
         reader.finish()
         inner = Options(given.tier, f"{where}: tier")
-        inner.refuse(
-            "backpressure",
-            "has no meaning here: kvtier bounds what is in flight itself. Remove it",
-        )
         for key in ("enable_kv_events", "locality"):
             inner.refuse(key, "has no meaning here. Set it beside tier, not in it")
-        return given
+        return replace(given, tier={k: v for k, v in given.tier.items() if k not in NOT_NEEDED})

@@ -29,11 +29,6 @@ DEFAULT_POLICY: Final = "reuse"
 ADMIT_ALL: Final = "all"
 """The admission of a tier that every block is written to: no policy at all."""
 
-_NO_BACKPRESSURE: Final = (
-    "has no meaning here: kvtier bounds what is in flight itself. "
-    "Remove it, or set cascade_slots_fraction_max"
-)
-
 Locality: TypeAlias = Literal["LOCAL", "REMOTE"]
 OffloadPolicy: TypeAlias = Literal["chunk_level", "request_level"]
 LoadPolicy: TypeAlias = Literal["auto", "always"]
@@ -118,7 +113,6 @@ class TierConfig:
                 values["admission"],
                 "chooses what is written, and nothing is, with read_only. Give one of them",
             )
-        options.refuse("backpressure", _NO_BACKPRESSURE)
         options.refuse(
             "module_path",
             "has no meaning here: kvtier finds backends by the entry point kvtier.backends. "
@@ -260,7 +254,6 @@ class RuntimeConfig:
         where = "kv_connector_extra_config"
         options = Options(values, where)
         options.allow(*read_elsewhere)
-        options.refuse("backpressure", _NO_BACKPRESSURE)
         options.refuse(
             "cache_policy_module_path",
             "has no meaning here: kvtier finds policies by the entry point "

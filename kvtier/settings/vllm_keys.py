@@ -4,7 +4,7 @@ kvtier refuses unknown keys, because most of them are misspelt. A vLLM that is n
 this kvtier may have new keys, and a configuration that uses them must not keep an engine from
 starting. So an unknown key is looked for in vLLM's own code: where it reads
 ``kv_connector_extra_config``, and in the parameters of its tier's constructor. One that is found
-there is ignored, with a warning.
+there is ignored, with a warning. So is one that vLLM's tiering needs, and kvtier does not.
 
 The source is read at the first unknown key, which no ordinary start has.
 """
@@ -33,6 +33,11 @@ _OURS_TOO: Final = {
 }
 """Options of kvtier's tiers of the same type: these are never ignored."""
 
+NOT_NEEDED: Final = {
+    "backpressure": "kvtier bounds what is in flight itself, see cascade_slots_fraction_max"
+}
+"""Keys of vLLM's tiering, and of each of its tiers, that kvtier does without."""
+
 _NOT_OPTIONS: Final = frozenset(
     {"self", "offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"}
 )
@@ -49,25 +54,28 @@ class VLLMKeys:
 
     def __call__(self, key: str, tier_type: str | None = None) -> bool:
         """Return whether vLLM knows a key, of a tier or of the whole. Raises nothing."""
-        package = self._package or _vllm_folder()
-        if package is None:
-            return False
-        if tier_type is None:
-            is_known = key in keys_of_connector(package)
-        else:
-            is_known = key not in _OURS_TOO.get(tier_type, frozenset()) and (
-                tier_type in _OURS_TOO and key in keys_of_tier(package, tier_type)
-            )
+        reason = NOT_NEEDED.get(key)
+        is_known = reason is not None or self._is_read(key, tier_type)
         if is_known and (key, tier_type or "") not in self._warned:
             self._warned.add((key, tier_type or ""))
             where = "kv_connector_extra_config" if tier_type is None else f"tier type {tier_type}"
             log.warning(
-                "this vLLM has a key that kvtier does not know, and ignores; vLLM's own part "
-                "of the connector may still read it",
+                "a key of vLLM's is ignored",
                 key=key,
                 where=where,
+                reason=reason or "it is newer than this kvtier; vLLM's connector may still read it",
             )
         return is_known
+
+    def _is_read(self, key: str, tier_type: str | None) -> bool:
+        package = self._package or _vllm_folder()
+        if package is None:
+            return False
+        if tier_type is None:
+            return key in keys_of_connector(package)
+        if tier_type not in _OURS_TOO or key in _OURS_TOO[tier_type]:
+            return False
+        return key in keys_of_tier(package, tier_type)
 
 
 @cache

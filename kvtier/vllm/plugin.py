@@ -2,11 +2,11 @@
 
 vLLM's front end loads no kvtier code if it has no statistics to define, as in ``LLM(...)``, and
 then marks no media (``media.py``). So this hooks the creation of a configuration that has kvtier.
-At that time nothing runs yet, and no model is loaded: the files that dead engines left in shared
-memory are removed (``region.py``), there must be as much memory as the engines will take
-(``engines_here.py``), and models that vLLM has no connectors for are refused
-(``supported_models.py``). Processes of other users, and those that make no configuration, are left
-unchanged.
+At that time nothing runs yet, and no model is loaded: vLLM's release is checked
+(``relied_on.py``), the files that dead engines left in shared memory are removed (``region.py``),
+there must be as much memory as the engines will take (``engines_here.py``), and models that vLLM
+has no connectors for are refused (``supported_models.py``). Processes of other users, and those
+that make no configuration, are left unchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ def _preparing(real: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(arguments: Any, *rest: Any, **named: Any) -> Any:  # noqa: ANN401 - no stubs
         config = real(arguments, *rest, **named)
         if "kvtier" in str(getattr(config, "kv_transfer_config", None)):
-            # Imported here: users of vLLM without kvtier need none of it.
+            # Imported here: users of vLLM without kvtier need none of it. First of all the check:
+            # what a further release has lost may end the other imports.
+            from kvtier.vllm.relied_on import check_release  # noqa: PLC0415
+
+            check_release()
             from kvtier.vllm.engines_here import require_memory  # noqa: PLC0415
             from kvtier.vllm.identity.media import mark_contents  # noqa: PLC0415
             from kvtier.vllm.memory.region import sweep  # noqa: PLC0415

@@ -11,16 +11,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
-import vllm
 from vllm.v1.kv_offload.base import OffloadingEvent, OffloadingManager, ReqContext
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from kvtier.plugin_api.log import log
-
-TESTED: Final = ("0.32", "0.33")
-"""Releases of which a real engine runs in kvtier's tests."""
-
-REMEDY: Final = f"use vLLM {' or '.join(TESTED)}"
+from kvtier.vllm.relied_on import REMEDY
 
 # --- since 0.33, in which a manager has ``on_reset_flushed``, ``lock`` and ``config_info`` ---
 
@@ -63,18 +58,6 @@ def positions_of(req_context: ReqContext) -> dict[bytes, int]:
     """Return the end token of each key of a request, in the order in which vLLM made the keys."""
     positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
     return positions
-
-
-def warn_if_untested() -> None:
-    """Warn if the installed vLLM is not of a release that kvtier is tested with."""
-    installed = str(vllm.__version__)
-    if ".".join(installed.split(".")[:2]) not in TESTED:
-        log.warning(
-            "kvtier is not tested with this vLLM",
-            vllm=installed,
-            tested=", ".join(TESTED),
-            remedy="install one of these, or a kvtier that knows this one",
-        )
 
 
 def warn_without_positions() -> None:

@@ -40,7 +40,8 @@ from kvtier.vllm.identity.media import know_media, mark_contents
 from kvtier.vllm.identity.own_spec import namespace_of, vllm_configs
 from kvtier.vllm.identity.sharing import apart_if_unknown
 from kvtier.vllm.identity.weight_updates import weights_here
-from kvtier.vllm.releases import positions_of, warn_if_untested
+from kvtier.vllm.releases import positions_of
+from kvtier.vllm.relied_on import check_release
 from kvtier.vllm.scheduler.groups import in_token_order
 from kvtier.vllm.scheduler.kv_events import KVEvents, Place
 from kvtier.vllm.scheduler.metric_definitions import tier_metric_definitions, unregister_own_metrics
@@ -91,8 +92,8 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         **options: Any,  # noqa: ANN401 - the entry's keys
     ) -> None:
         """``options``: the entry's other keys. ``clock``: for tests."""
+        check_release()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        warn_if_untested()
         hook_connector()
         check_place_of_tier(type(self).__name__, *OWN_SPEC, vllm_configs())
         slot_count, block_bytes = len(primary_kv_view), int(self.block_size_bytes)

@@ -42,6 +42,7 @@ from kvtier.vllm.memory.pages import HostLayout, Pages
 from kvtier.vllm.memory.region import HostRegion, Region, doubled_rank
 from kvtier.vllm.memory.region_header import HEADER_BYTES, RegionHeader
 from kvtier.vllm.memory.worker_here import WORKER_HERE, WORKER_OF_ANOTHER
+from kvtier.vllm.relied_on import check_release
 from kvtier.vllm.workarounds.connector_hooks import hook_connector
 from kvtier.vllm.workarounds.connectors_beside import check_connectors
 from kvtier.vllm.workarounds.windows import check_windows
@@ -112,6 +113,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         return tuple(dict.fromkeys(keys))
 
     def __init__(self, config: OffloadingConfig) -> None:
+        check_release()
         cpu_bytes = cpu_bytes_to_use(config.extra_config)
         HostMemory(config.extra_config["cpu_bytes_to_use"], cpu_bytes).require_machine()
         # Check every key before vLLM reads some of them, less strictly.

@@ -10,7 +10,6 @@ from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.log import log
 from kvtier.runtime import open_runtime, wait_for_servers
 from kvtier.vllm.hosted.backend import HostingEngine
-from kvtier.vllm.releases import warn_if_untested
 from kvtier.vllm.scheduler.manager import KVTierManager
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ def build_manager(
     ``weights``: a readable identification of them, for the log.
     """
     began_s = time.monotonic()
-    warn_if_untested()
     hosting = HostingEngine(spec, memory)
     facade = open_runtime(
         config,

@@ -18,6 +18,7 @@ READ_BY_NAME = {
     "kvtier.vllm.identity.plain_values": "all fields of vLLM's dataclasses",
     "kvtier.vllm.identity.setting_facts": "all of vLLM's settings, those too that are new in a "
     "release",
+    "kvtier.vllm.relied_on": "what may be gone in a further release",
     "kvtier.plugin_api.log": "a structlog logger has a method for each level",
 }
 

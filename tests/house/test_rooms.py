@@ -33,8 +33,9 @@ IN_THE_ENGINE = {  # the facade and the cell, above these, may import all of the
     "staged": {"facade"},
 }
 IN_THE_ADAPTER = {  # the entry points, above these, may import all of them
-    "releases": set(),
-    "memory": {"releases"},
+    "relied_on": set(),
+    "releases": {"relied_on"},
+    "memory": {"relied_on"},
     "workarounds": {"memory", "releases"},
     "identity": {"memory", "workarounds"},
     "hosted": {"identity", "workarounds"},

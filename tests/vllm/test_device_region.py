@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvtier.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -98,6 +100,13 @@ def test_the_name_goes_once_every_rank_has_mapped_the_region(engine: Engine) -> 
     assert not engine.path.exists()
     assert region.try_unlink()
     region.close()
+
+
+def test_a_vllm_that_removes_the_name_early_is_refused(engine: Engine) -> None:
+    """The scheduler would create a file of its own, and wait for ranks that have another."""
+    engine.path.unlink()
+    with pytest.raises(ConfigError, match=r"removes its shared memory's name.*Use vLLM 0\."):
+        engine.announce()
 
 
 def test_a_name_that_is_another_engines_by_now_stays(engine: Engine) -> None:

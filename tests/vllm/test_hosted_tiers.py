@@ -429,6 +429,14 @@ def test_a_tier_that_hangs_in_any_method_holds_up_no_call_and_no_request(method:
 # --- the door ---
 
 
+def test_limits_of_vllms_tiering_reach_no_hosted_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its factory would look the class up, and refuse the tier."""
+    limits = {"backpressure": {"backpressure_cls": "NoSuchDetector"}}
+    with engine(hosted({"type": "example", **limits})) as played:
+        played.open()
+    assert capsys.readouterr().out.count("a key of vLLM's is ignored") == 1
+
+
 @pytest.mark.parametrize(
     ("tier", "text"),
     [
@@ -443,7 +451,6 @@ def test_a_tier_that_hangs_in_any_method_holds_up_no_call_and_no_request(method:
         (hosted({"root_dir": "/x"}), "type"),
         (hosted({"type": "fs"}), "root_dir"),
         (hosted({"type": "fs", "root_dir": "/proc/nowhere"}), "vLLM can't build its tier 'fs'"),
-        (hosted({"type": "example", "backpressure": {}}), "backpressure"),
         (hosted({"type": "example", "enable_kv_events": True}), "Set it beside tier"),
         (hosted({"type": "example"}, isolation="process"), "isolation"),
         (hosted({"type": "example"}, nosuch=1), "nosuch"),

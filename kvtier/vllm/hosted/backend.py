@@ -25,6 +25,7 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Backend, BackendTraits, Loaded, Outcome
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier.settings.hosted_tier import HostedOptions
+from kvtier.settings.vllm_keys import VLLMKeys
 from kvtier.vllm.hosted.connections import end_well, note_no_seed_too_early
 from kvtier.vllm.hosted.finished_notifier import UNFETCHED_S, FinishedNotifier
 from kvtier.vllm.hosted.jobs import HostedJobs, slots_in
@@ -124,6 +125,8 @@ class HostedBackend(Backend):
         where = f"secondary tier {context.tier_name}"
         given = HostedOptions.read(options, where)
         tier = dict(given.tier)
+        for key in options["tier"].keys() - tier:
+            VLLMKeys()(key, str(tier.get("type")))  # the log says that it is ignored
         if tier.get("type") == P2P:
             # Blocks that no peer fetches are released before the store is late.
             tier.setdefault("unbound_store_timeout_s", UNFETCHED_S)

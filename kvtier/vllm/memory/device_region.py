@@ -14,9 +14,11 @@ from pathlib import Path
 
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
+from kvtier.errors import ConfigError
 from kvtier.settings.host_memory import SHARED_MEMORY_FOLDER
 from kvtier.vllm.memory.region import VLLMS_NAME, names
 from kvtier.vllm.memory.region_header import HEADER_BYTES, RegionHeader
+from kvtier.vllm.relied_on import REMEDY
 
 
 class DeviceRegion:
@@ -89,10 +91,20 @@ class DeviceRegion:
 
 
 class HeaderMap:
-    """A worker's short-lived mapping of the last rows of vLLM's region, by its file's name."""
+    """A worker's short-lived mapping of the last rows of vLLM's region, by its file's name.
+
+    The scheduler needs the name, too, and would create another file if it were gone.
+    """
 
     def __init__(self, engine_id: str, slot_count: int, row_bytes: int) -> None:
-        fd = os.open(region_path(engine_id), os.O_RDWR | os.O_CLOEXEC)
+        path = region_path(engine_id)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{path} is gone: this vLLM removes its shared memory's name before kvtier's "
+                f"scheduler has mapped it. {REMEDY[0].upper()}{REMEDY[1:]}."
+            ) from None
         try:
             self._map = mmap.mmap(fd, HEADER_BYTES, offset=slot_count * row_bytes)
         finally:

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvtier.plugin_api.keys import GROUP_BYTES
 from kvtier.plugin_api.log import log
-from kvtier.vllm.releases import REMEDY
+from kvtier.vllm.relied_on import REMEDY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

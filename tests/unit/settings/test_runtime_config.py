@@ -52,7 +52,6 @@ def test_the_defaults_are_accepted() -> None:
             {"secondary_tiers": [{"type": "fs", "read_only": True, "admission": "second_touch"}]},
             "admission='second_touch' chooses what is written",
         ),
-        ({"backpressure": {}}, "backpressure={}"),
         ({"cache_policy_module_path": "x"}, "cache_policy_module_path='x'"),
         ({"evction_policy": "lru"}, "did you mean 'eviction_policy'"),
     ],

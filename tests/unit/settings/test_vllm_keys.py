@@ -75,19 +75,26 @@ def test_a_key_that_vllm_knows_is_ignored_and_named_once(
     assert log.count("future_fsync") == 1
 
 
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ({"future_bugdet": 5}, "unknown key 'future_bugdet' (value 5)"),
-        ({"backpressure": {}}, "backpressure={}"),
-    ],
-)
-def test_a_key_that_nobody_knows_stays_refused(
-    config: dict[str, object], named: str, newer_vllm: str
+def test_limits_of_vllms_tiering_are_ignored_and_the_log_says_why(
+    newer_vllm: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError) as refused:
-        read_settings(config, slot_count=8, block_bytes=1, ignores=VLLMKeys(newer_vllm))
-    assert named in str(refused.value)
+    """Whoever changes to kvtier changes two lines, and keeps the others."""
+    tiers = [
+        {"type": "fs", "root_dir": "/kv", "backpressure": {}},
+        {"type": "disk", "backpressure": 1},
+    ]
+    config = {"backpressure": {"backpressure_cls": "EMA"}, "secondary_tiers": tiers}
+    read = read_settings(config, slot_count=8, block_bytes=1, ignores=VLLMKeys(newer_vllm))
+    assert [tier.options for tier in read.tiers] == [{"root_dir": "/kv"}, {}]
+    log = capsys.readouterr().out
+    assert log.count("key=backpressure") == log.count("kvtier bounds what is in flight") == 3
+
+
+def test_a_key_that_nobody_knows_stays_refused(newer_vllm: str) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'future_bugdet' \(value 5\)"):
+        read_settings(
+            {"future_bugdet": 5}, slot_count=8, block_bytes=1, ignores=VLLMKeys(newer_vllm)
+        )
 
 
 def test_an_option_of_our_own_tier_is_never_ignored(newer_vllm: str) -> None:

@@ -104,7 +104,6 @@ def test_a_bad_key_or_value_is_refused(
         ({"enable_kv_events": "yes"}, "enable_kv_events", "'yes'", "true or false"),
         ({"promote_timeout_s": 0}, "promote_timeout_s", "0", "above 0"),
         ({"layout": "flat"}, "layout", "'flat'", "kvtier, vllm"),
-        ({"backpressure": True}, "backpressure", "True", "Remove it"),
     ],
 )
 def test_a_bad_key_or_value_of_a_tier_is_refused(
