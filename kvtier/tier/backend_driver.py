@@ -218,7 +218,7 @@ class BackendDriver:
                 for key, view in zip(message.keys, views, strict=True)
             ]
 
-        if self._backend.traits.request_scoped:
+        if self.requests.are_apart:
             self._memory.clear_rests(message.keys, message.slots)
             both = zip(message.keys, views, strict=True)
             blocks = [StoreBlock(key, view.toreadonly(), b"") for key, view in both]

@@ -39,7 +39,7 @@ class JobRunner:
 
     def __init__(self, traits: BackendTraits, driver: Mailbox) -> None:
         self._driver = driver
-        apart = traits.request_scoped
+        apart = traits.request_scoped  # each request has calls of its own
         self._loads = BatchQueue(
             traits.load_batches_max,
             traits.load_batch_blocks_min,
@@ -52,11 +52,10 @@ class JobRunner:
             traits.store_batch_blocks_max,
             apart=apart,
         )
-        self._stores_beside_loads = max(
-            1, int(traits.store_batches_max * STORES_BESIDE_LOADS_FRACTION)
-        )
-        self._request_scoped = traits.request_scoped
-        self._probes = ProbeQueue(traits)
+        # One request may load what another stores, and wait for it.
+        share = 1.0 if apart else STORES_BESIDE_LOADS_FRACTION
+        self._stores_beside_loads = max(1, int(traits.store_batches_max * share))
+        self._probes = ProbeQueue(traits, apart=apart)
         self._batches: dict[int, BlockBatch | ProbeSlice] = {}
         self._next_batch = 0
 
@@ -84,13 +83,8 @@ class JobRunner:
         return self._stores.start_batch(avoid)
 
     def _must_wait_for_loads(self) -> bool:
-        """Return whether stores have used up their share, while something is loaded.
-
-        Never if each request has its own calls: one request may load what another stores.
-        """
-        if self._request_scoped or not self._loads.is_busy():
-            return False
-        return self._stores.running >= self._stores_beside_loads
+        """Return whether stores have used up their share, while something is loaded."""
+        return self._stores.running >= self._stores_beside_loads and self._loads.is_busy()
 
     def send_store(self, batch: BlockBatch) -> None:
         """Send the driver a store, with the keys it is to remove first."""

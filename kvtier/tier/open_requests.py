@@ -63,14 +63,13 @@ class OpenRequests:
         self._backend = backend
         self._report = report
         self._raised = raised
+        self.are_apart = backend.traits.request_scoped  #: else the backend serves all alike
         self._nobody = _Nobody()
         self._open: dict[RequestId, ServedRequest] = {}
 
     def serving(self, request: RequestId) -> Serving:
-        """Return the target of a request's calls: the backend itself, if not request-scoped."""
-        if not self._backend.traits.request_scoped:
-            return self._backend
-        return self._open.get(request, self._nobody)
+        """Return the target of a request's calls."""
+        return self._open.get(request, self._nobody) if self.are_apart else self._backend
 
     def want(self, request: RequestId, keys: Sequence[bytes], served: ServedRequest) -> None:
         """Have blocks of the engine's memory sent to ``served``."""

@@ -71,11 +71,11 @@ class ProbeSlice(NamedTuple):
 class ProbeQueue:
     """The probes with keys that are in no batch yet, in round-robin order."""
 
-    def __init__(self, traits: BackendTraits) -> None:
-        """A request-scoped tier is asked for a whole probe at once, whatever else runs."""
+    def __init__(self, traits: BackendTraits, *, apart: bool = False) -> None:
+        """``apart``: the backend is asked for a whole probe at once, whatever else runs."""
         self._running = 0  # batches in flight
         self._asked = 0  # keys in them
-        if traits.request_scoped:
+        if apart:
             self._batches_max = self._blocks_min = self._blocks_max = _UNLIMITED
         else:
             self._batches_max = traits.probe_batches_max or traits.load_batches_max

@@ -98,9 +98,16 @@ class Transfers(Flights[Job]):
         """
         super().__init__(time, max(1, FIRST_BYTES // config.block_bytes), limit_s)
         self.work = work
+        self._are_apart = False
         self.waiting = WaitingJobs(remembers=work is Work.LOAD)
         self._peer_of = peer_of
+        self._limit_s = limit_s
         self._job_blocks_max = config.job_blocks_max
+
+    def set_calls(self, calls_max: int, *, are_apart: bool) -> None:
+        """Set how many jobs the backend does at once, and whether it keeps requests apart."""
+        self.pacing.set_calls_max(calls_max)
+        self._are_apart = are_apart
 
     @property
     def has_work(self) -> bool:
@@ -112,14 +119,11 @@ class Transfers(Flights[Job]):
         """The number of blocks that wait or are at the tier."""
         return self.waiting.blocks + self.outstanding
 
-    def add_load(self, message: m.Promote, now: float, limit_s: float | None) -> None:
-        """Have a load wait for the tier. Its request waits for its patience, ``limit_s`` at most.
-
-        None: no limit, and it waits for longer if the load should take longer by now.
-        """
+    def add_load(self, message: m.Promote, now: float) -> None:
+        """Have a load wait for the tier; its request waits for longer if that is slow by now."""
         patience_s = message.patience_s
-        if limit_s is not None:
-            patience_s = min(patience_s, limit_s)
+        if self._are_apart:  # it may never come, from a tier that serves others meanwhile
+            patience_s = min(patience_s, self._limit_s)
         elif (cost := self.cost(self.waiting.blocks)) is not None:
             patience_s = cost.patience_s(len(message.keys), patience_s, message.patience_max_s)
         self.waiting.add(structs.replace(message, patience_s=patience_s), now)
@@ -130,7 +134,7 @@ class Transfers(Flights[Job]):
         ``whole``: the tier is given all waiting blocks of a request message at once.
         """
         blocks_max = self.waiting.blocks
-        if not whole:
+        if not (whole or self._are_apart):  # apart, a request may get no blocks but these
             half = max(1, self.pacing.window // 2)  # while one ends, the tier should have another
             blocks_max = min(self.room, self._job_blocks_max, half, blocks_max)
         if blocks_max <= 0:

@@ -60,7 +60,7 @@ class PresenceFeed:
         self._events = EventLog(number, collects=collects)
         self._presence = FadingPresence(keys_max)
         self._tells_by_itself = False  # the backend reports what it gains and loses
-        self._request_scoped = False
+        self.is_shared = True  #: whether what one request finds in the tier, all others do
         self.since = 0  #: the epoch in which the generation began
         self._now = 0.0
         self._untold: deque[_Change] = deque()  # oldest first
@@ -69,7 +69,7 @@ class PresenceFeed:
     def set_traits(self, traits: BackendTraits) -> None:
         """Apply the traits of the tier's backend."""
         self._tells_by_itself = traits.capacity_blocks is not None
-        self._request_scoped = traits.request_scoped
+        self.is_shared = not traits.request_scoped
         if not self._tells_by_itself:
             self._events.tell_once()
         self._presence.last(traits.presence_ttl_s)
@@ -101,12 +101,12 @@ class PresenceFeed:
 
     def stored(self, keys: tuple[Key, ...], epoch: int) -> None:
         """Note the blocks that the tier has stored, which were sent in that epoch."""
-        if keys and epoch >= self.since and not self._request_scoped:
+        if keys and epoch >= self.since and self.is_shared:
             self._learned(keys, ())
 
     def answered(self, probe: Probe, present: Sequence[bool]) -> None:
         """Use a probe's answer for the tier's contents, even if no request waits for it."""
-        if probe.since != self.since or self._tells_by_itself or self._request_scoped:
+        if probe.since != self.since or self._tells_by_itself or not self.is_shared:
             return
         answers = list(zip(probe.keys, present, strict=True))
         there = tuple(key for key, is_there in answers if is_there)

@@ -73,7 +73,6 @@ class TierLink(Actor):
         self.backend_counts = BackendCounts()
         self.promotion_seconds: Observed[tuple[float, bool]] = Observed()  #: and whether complete
         self.tells_uses = False  #: whether the tier evicts, and so needs reports of use
-        self.request_scoped = False  #: whether its contents depend on the request
         self.serves_others = False  #: whether it asks for blocks by itself
         self.write_backlog = WriteBacklog(number, config, self.counts, relay, primary)
         self._number = number
@@ -143,12 +142,12 @@ class TierLink(Actor):
         self.backend_counts.learn_levels(traits.levels)
         self._connection.set_connects(connects=traits.connects)
         self._probes.set_calls_max(traits.probe_batches_max or traits.load_batches_max)
-        self._loads.pacing.set_calls_max(traits.load_batches_max)
-        self._stores.pacing.set_calls_max(traits.store_batches_max)
-        self.write_backlog.set_traits(traits)
-        self.request_scoped = traits.request_scoped
+        shared = self.contents.is_shared
+        self._loads.set_calls(traits.load_batches_max, are_apart=not shared)
+        self._stores.set_calls(traits.store_batches_max, are_apart=not shared)
+        self.write_backlog.set_defers(defers=shared)
         self.serves_others = traits.serves_others
-        if traits.request_scoped:
+        if not shared:
             self.primary.post(m.TierIsRequestScoped(tier=self._number))
         self._health.tell_usable()
 
@@ -169,9 +168,7 @@ class TierLink(Actor):
         # A hit is counted here and not with the probe: most are known without one.
         self.counts.queries += len(message.keys)
         self.counts.hits += len(message.keys)
-        # A request-scoped load may never come, from a tier that serves others meanwhile.
-        limit_s = self._tier_config.promote_timeout_s if self.request_scoped else None
-        self._loads.add_load(message, self.time.now, limit_s)
+        self._loads.add_load(message, self.time.now)
         self._send_waiting(self._loads)
 
     def _withdraw(self, message: m.Withdraw) -> None:
@@ -209,9 +206,8 @@ class TierLink(Actor):
         if transfers.waiting and not self._takes(transfers.work):
             self._refuse(transfers.waiting.pop_all())
         while len(self._loads) + len(self._stores) < self._config.jobs_in_flight_max:
-            # A request may get no more blocks than these; and jobs behind a trial are refused.
-            whole = self.request_scoped or self._health.tries(transfers.work)
-            if (job := transfers.pop_next(whole=whole)) is None:
+            is_trial = self._health.tries(transfers.work)  # jobs behind it are refused
+            if (job := transfers.pop_next(whole=is_trial)) is None:
                 return
             if not self._health.trusts(transfers.work, job.peer):
                 self._refuse([job])
@@ -282,10 +278,10 @@ class TierLink(Actor):
 
     def _arrived_late(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
         """Release the slots of an abandoned job; keep blocks that have arrived in them."""
-        if self.request_scoped:  # such blocks are of no use to others
-            self.primary.post(m.SlotsReleased(slots=job.slots))
-        else:
+        if self.contents.is_shared:
             self.primary.post(m.PromotionLate(job.keys, job.slots, outcomes, job.epoch))
+        else:  # such blocks are of no use to others
+            self.primary.post(m.SlotsReleased(slots=job.slots))
 
     def _stored(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
         self.contents.stored(job.done(outcomes), job.epoch)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvtier.core.statistics import TierCounts
     from kvtier.engine.link.jobs import Job
     from kvtier.engine.link.relays import RequestRelay
-    from kvtier.plugin_api.backend import BackendTraits
     from kvtier.settings.runtime_config import RuntimeConfig
 
 AGAIN_S: Final = 1.0
@@ -41,9 +40,7 @@ class WriteBacklog:
         primary: Mailbox,
     ) -> None:
         """``number``: the tier's."""
-        self._request_scoped = (
-            False  # the tier wants blocks for the request that brings them, or never
-        )
+        self._defers = True
         self._number = number
         self._slots_max = config.cascade_slots_max
         self._full_pause_s = config.breaker_pause_s
@@ -54,9 +51,9 @@ class WriteBacklog:
         self._again_from = 0.0
         self.has_deferred = self._has_asked = False
 
-    def set_traits(self, traits: BackendTraits) -> None:
-        """Apply the traits of the tier's backend."""
-        self._request_scoped = traits.request_scoped
+    def set_defers(self, *, defers: bool) -> None:
+        """Set whether to defer blocks; else the tier gets each now, for its request, or never."""
+        self._defers = defers
 
     def is_full(self, now: float) -> bool:
         """Return whether the tier recently had no room. ``now``: seconds of the link's clock."""
@@ -68,8 +65,8 @@ class WriteBacklog:
         return message.part(0, room), message.part(room)
 
     def defer(self, blocks: Job | m.Cascade) -> None:
-        """Release blocks to store later; those of a request-scoped tier are dropped."""
-        if self._request_scoped:
+        """Release blocks to store later, or drop them if the tier does not want them then."""
+        if not self._defers:
             self.drop(blocks)
         elif blocks.keys:
             self._counts.stores_deferred += len(blocks.keys)
@@ -85,7 +82,7 @@ class WriteBacklog:
         if blocks.keys:
             self._counts.cascades_dropped += len(blocks.keys)
             self._end(blocks)
-            if self._request_scoped:
+            if not self._defers:  # their request waits for them
                 self._relay.send(wire.BlocksMissing(blocks.request, blocks.keys))
 
     def refused(self, message: m.CascadeRefused) -> None:
@@ -101,7 +98,7 @@ class WriteBacklog:
 
     def stored(self, job: Job, outcomes: Sequence[Outcome], now: float) -> bool:
         """Release stored blocks of a job, defer the others; return whether all were stored."""
-        is_done = [outcome is Outcome.DONE or self._request_scoped for outcome in outcomes]
+        is_done = [outcome is Outcome.DONE or not self._defers for outcome in outcomes]
         if Outcome.FULL in outcomes:
             # No room now: trying each block would only cost its pin. Loads go on.
             self._full_until = self._again_from = now + self._full_pause_s
