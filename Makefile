@@ -13,7 +13,7 @@
 #   make vllm-tests            vLLM's own tests of its tiers, on tiers that kvtier hosts
 #   make gpu                   that rig on a CUDA device, in three minutes; nothing is installed
 #   make gpu-engine            a whole engine on a GPU: every tier, a restart, kill -9
-#   make mutants SAMPLE=20     small changes of the code that the tests nearby must notice
+#   make mutants MODULE=kvtier.engine.primary.lookups   small changes that the tests nearby must notice
 #   make bench-compression     what compression gains on keys and values of a real model
 #   make soak MINUTES=60       a runtime under injected faults, for as long as it is told
 #   make PYTHON=python3.12 ... another Python;  PIP_ARGS="..." more options for pip
@@ -280,11 +280,16 @@ $(VENV)/.mutants: requirements/mutants.txt $(VENV)/.full
 	$(PIP) -r requirements/mutants.txt
 	touch $@
 
-# FILES: parts of the names of files. SAMPLE=0: all mutants, with QUICK=1 in an hour or two.
-# QUICK=1: without the slow tests; a survivor takes seconds instead of minutes.
+# [tool.mutmut] in pyproject.toml says what is mutated, and by which tests it is tried. MODULE: one of those modules;
+# none takes hours. All happens in a copy, and in the copy of it that mutmut makes, which processes of tests import, too.
+MUTANTS := build/mutants
 mutants: $(VENV)/.mutants
-	PYTHONPATH=. $(BIN)/python -m tests.mutants.run \
-	    --sample $(or $(SAMPLE),20) --seed $(or $(SEED),1) $(if $(QUICK),--quick) $(FILES)
+	rm -rf $(MUTANTS)
+	mkdir -p $(MUTANTS)/mutants
+	cp -r kvtier backends/kvtier_backends tests stress requirements pyproject.toml $(MUTANTS)
+	export PYTHONPATH=$(abspath $(MUTANTS)/mutants) PYTHONHASHSEED=0 CI=true KVTIER_TEST_LEAVE_OUT=1; cd $(MUTANTS); \
+	    $(abspath $(BIN))/mutmut run --max-children $(or $(WORKERS),1) $(if $(MODULE),'$(MODULE).*'); \
+	    $(abspath $(BIN))/mutmut results | sed -n 's/: survived$$//p' | xargs -rn1 $(abspath $(BIN))/mutmut show
 
 # What compression gains on the keys and values of a real model (92 MB), in bfloat16 and float16.
 REAL_KV := build/real-kv

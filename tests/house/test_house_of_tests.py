@@ -35,7 +35,6 @@ MAY_READ_A_CLOCK = {
     "support/starvation.py": "says of a failure how long its process was not run",
     "rig/__main__.py": "runs for as long as it is told",
     "model/test_model.py": "runs for as long as it is told",
-    "mutants/hangs.py": "ends a mutant that runs far longer than the code does",
     "unit/runtime/test_hanging_storage.py": "moves a clock on once something hangs",
     "vllm/hosted_hangs.py": "is a program that measures, and no test",
     "vllm/support/engine.py": "notes how long a round took, for people",
