@@ -47,6 +47,7 @@ def test_lookup_says_none_while_tiers_are_asked_and_read() -> None:
     assert story.facade.lookup_prefix(keys, "r") == 3
     assert {story.facade.load_sources("r")[key] for key in keys} == {0}
     assert b"else" + bytes(4) not in story.facade.load_sources("r")
+    assert story.facade.load_sources("never started") == {}
 
 
 def test_a_block_known_to_be_in_a_tier_is_read_without_asking() -> None:

@@ -224,8 +224,11 @@ def test_where_no_step_ends_what_is_behind_a_gap_is_promoted_all_the_same() -> N
         assert facade.lookup_state(unknown, "r") is BlockState.PROBING
     story.answer_all(Outcome.ABSENT)
     assert facade.lookup_state(unknown, "r") is BlockState.ABSENT
-    story.now += 1.0
-    assert facade.lookup_state(known, "r") is BlockState.FILLING
+    for _ in range(3):
+        story.now += 1.0
+        assert facade.lookup_state(known, "r") is BlockState.FILLING
+    story.answer_all()
+    assert facade.lookup_state(known, "r") is BlockState.READY
 
 
 def test_what_a_slow_step_asks_for_goes_together() -> None:
