@@ -22,15 +22,19 @@ CHANGES = (
     (
         TIERING,
         "        try:\n            if self.config.canonical_layout:",
-        "        import os\n        os.unlink(worker_mmap.mmap_path)\n"
-        "        try:\n            if self.config.canonical_layout:",
+        (
+            "        import os\n        os.unlink(worker_mmap.mmap_path)\n"
+            "        try:\n            if self.config.canonical_layout:"
+        ),
     ),
     # A key that chooses what tiers are given (vllm#51240).
     (
         TIERING,
         "        worker_mmap = SharedOffloadRegion(",
-        '        self.extra_config.get("admission_policy")\n'
-        "        worker_mmap = SharedOffloadRegion(",
+        (
+            '        self.extra_config.get("admission_policy")\n'
+            "        worker_mmap = SharedOffloadRegion("
+        ),
     ),
     # Slots of one group each, whose size is a further field (vllm#56953).
     (
