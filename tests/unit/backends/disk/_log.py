@@ -39,8 +39,8 @@ class Engine:
 
     log: BlockLog
 
-    def __init__(self, disk: SimulatedDisk, *, ttl_s: int = 0, ahead: int = 1) -> None:
-        self.device = SimulatedDevice(disk)
+    def __init__(self, device: SimulatedDevice, *, ttl_s: int = 0, ahead: int = 1) -> None:
+        self.device = device
         self.lost: set[bytes] = set()
         self.now = 1000.0
         self.counters = TierCounters()
@@ -93,6 +93,11 @@ class Engine:
             answers.append((outcome if sound else Outcome.DAMAGED, bytes(buffer)))
         return answers
 
+    async def fill(self, keys: Sequence[bytes]) -> None:
+        """Store blocks, and wait for what that leaves behind."""
+        assert await self.store(keys) == [Outcome.DONE] * len(keys)
+        await self.log.calls.wait_idle()
+
     def count(self, name: str) -> int:
         return self.counters.counts().get(name, 0)
 
@@ -117,3 +122,10 @@ def data_of(key: bytes, version: int) -> bytes:
 
 def fresh_disk(seed: int = 0) -> SimulatedDisk:
     return SimulatedDisk(REGIONS, GEOMETRY.region_bytes, seed)
+
+
+async def begun(device: SimulatedDevice | None = None, **options: int) -> Engine:
+    """Return an engine that has begun; without a device, on a fresh disk."""
+    engine = Engine(device or SimulatedDevice(fresh_disk()), **options)
+    await engine.begin()
+    return engine

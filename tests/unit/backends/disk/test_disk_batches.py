@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.errors import Misuse
 from kvtier.plugin_api.backend import StoreBlock
-from kvtier_backends.disk.log.batches import AppendBatch, Reinsertion, check_buffers
+from kvtier_backends.disk.log.batches import AppendBatch, Reinsertion
 from kvtier_backends.disk.log.index import BlockIndex, BlockRecord
 
 SLOTS = 8
@@ -109,11 +108,3 @@ def test_a_cut_has_all_columns_of_its_blocks() -> None:
 def test_a_table_says_where_each_block_lies() -> None:
     entries = new(b"a", b"b").entries(5)
     assert entries == [(5, 99, b"a", b"a" * 16, b"a" * 32), (6, 99, b"b", b"b" * 16, b"b" * 32)]
-
-
-def test_buffers_that_are_no_whole_block_are_refused() -> None:
-    check_buffers([], 16)
-    check_buffers([BUFFER, BUFFER], 16)
-    for size in (15, 17, 0):
-        with pytest.raises(Misuse, match=f"a buffer of {size} bytes is no block of 16"):
-            check_buffers([BUFFER, memoryview(bytes(size))], 16)

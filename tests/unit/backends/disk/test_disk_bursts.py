@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import errno
 import random
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
-from unittest.mock import patch
 
 import pytest
 
 from kvtier.plugin_api.backend import Outcome
-from kvtier_backends.disk.log.region_faults import NO_ROOM_PAUSE_S, RegionFaults, Suspect
-from kvtier_backends.disk.log.region_opening import RegionOpener
-from kvtier_backends.disk.log.region_reclaim import Reclaimer
+from kvtier_backends.disk.log.region_faults import NO_ROOM_PAUSE_S
 from kvtier_backends.disk.log.regions import RegionState
 from kvtier_backends.posix import NO_ROOM
-from tests.unit.backends.disk._log import CAPACITY, KEYS, REGIONS, SLOTS, Engine, fresh_disk
+from tests.unit.backends.disk._log import CAPACITY, KEYS, REGIONS, SLOTS, Engine, begun, fresh_disk
 from tests.unit.backends.disk._simulated import SimulatedDevice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from kvtier_backends.disk.device import Transfer
 
@@ -72,9 +68,8 @@ class Story:
     """A full tier, and what it is told to do. ``here`` is what was stored and not told lost."""
 
     def __init__(self, seed: int) -> None:
-        self.engine = Engine(fresh_disk(seed))
-        self.device = BurstDevice(self.engine.device.disk)
-        self.engine.device = self.device
+        self.device = BurstDevice(fresh_disk(seed))
+        self.engine = Engine(self.device)
         self.random = random.Random(seed)
         self.here: set[bytes] = set()
         self.fresh = (b"new" + number.to_bytes(4, "big") * 8 for number in range(1 << 30))
@@ -191,9 +186,8 @@ async def test_64_writes_that_fail_cost_nothing() -> None:
 
 
 async def test_a_region_that_could_not_be_opened_is_tried_again_when_writing_works() -> None:
-    engine = Engine(fresh_disk())
-    engine.device = device = BurstDevice(engine.device.disk)
-    await engine.begin()
+    device = BurstDevice(fresh_disk())
+    engine = await begun(device)
     device.failing = ("write",)
     for _ in range(20):
         assert await engine.store(KEYS[:1]) == [Outcome.FAILED]
@@ -229,70 +223,3 @@ async def test_without_room_a_retry_costs_no_block() -> None:
             await story.store([next(story.fresh) for _ in range(SLOTS)])
         losses.append(story.lost() - before)
     assert losses[1] == losses[0]
-
-
-# --- the property can fail ---
-
-
-@contextmanager
-def retire_what_can_not_be_written() -> Iterator[None]:
-    """As it was: the region of a failed write is lost with all that it has."""
-    real = RegionFaults.store_failed
-
-    def store_failed(self: RegionFaults, region: int, problem: OSError) -> Outcome:
-        outcome = real(self, region, problem)
-        if problem.errno == errno.EIO and self._regions.retire(region):
-            self._on_lost(region)
-        return outcome
-
-    with patch.object(RegionFaults, "store_failed", store_failed):
-        yield
-
-
-@contextmanager
-def reclaim_while_writing_is_in_doubt() -> Iterator[None]:
-    """No header is tried before, and what could not be reinserted is dropped."""
-    real: Callable = Reclaimer._reinsert
-
-    async def reinsert(*given: object) -> bool:
-        await real(*given)
-        return True
-
-    async def nothing_is_tried(_: object) -> None:
-        return
-
-    with (
-        patch.object(Reclaimer, "_reinsert", reinsert),
-        patch.object(RegionOpener, "probe", nothing_is_tried),
-    ):
-        yield
-
-
-@contextmanager
-def lose_a_region_with_its_first_failed_read() -> Iterator[None]:
-    """Nobody asks whether another place can be read."""
-
-    def read_failed(self: RegionFaults, transfer: Transfer, problem: OSError) -> None:
-        self._suspects[transfer.region] = Suspect(0, 0, 99)
-        self.strike(transfer.region, problem)
-
-    with patch.object(RegionFaults, "read_failed", read_failed):
-        yield
-
-
-@pytest.mark.parametrize(
-    "mutation",
-    [
-        retire_what_can_not_be_written,
-        reclaim_while_writing_is_in_doubt,
-        lose_a_region_with_its_first_failed_read,
-    ],
-)
-async def test_the_bursts_show(mutation: Callable) -> None:
-    async def all_bursts() -> None:
-        for seed in range(4):
-            for failing in (("write",), ("read",), EVERY_CALL):
-                await check_burst(seed, errno.EIO, failing)
-
-    with mutation(), pytest.raises(AssertionError):
-        await all_bursts()

@@ -44,27 +44,25 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_without_loads_no_store_waits() -> None:
-    stores = Stores(LoadPriority(1))
-    await stores.begin(1, 2, 3)
-    assert stores.running == [1, 2, 3]
-    await stores.end(1, 2, 3)
-
-
-async def test_beside_a_load_only_so_many_stores_go_on() -> None:
+async def test_beside_a_load_only_so_many_stores_go_on_and_without_one_all_of_them() -> None:
     priority = LoadPriority(2)
     stores = Stores(priority)
+    await stores.begin(1, 2, 3)
+    assert stores.running == [1, 2, 3]
     with priority.load():
-        await stores.begin(1, 2, 3, 4)
-        assert stores.running == [1, 2]
+        await stores.begin(4, 5)
+        await stores.end(1)
+        assert stores.running == [2, 3], "those that began before count"
+        await stores.end(2)
+        assert stores.running == [3, 4]
     await settle()
-    assert stores.running == [1, 2, 3, 4]
-    await stores.end(1, 2, 3, 4)
+    assert stores.running == [3, 4, 5]
+    await stores.end(3, 4, 5)
 
 
 async def test_under_loads_without_end_every_store_gets_its_turn_in_order() -> None:
     """There is a load at any moment: the next one begins before the last one ends."""
-    priority = LoadPriority(1)
+    priority = LoadPriority(0)  # which is one: some store always goes on
     stores = Stores(priority)
     load = priority.load()
     load.__enter__()
@@ -80,48 +78,17 @@ async def test_under_loads_without_end_every_store_gets_its_turn_in_order() -> N
     load.__exit__(None, None, None)
 
 
-async def test_the_share_of_stores_is_one_at_least() -> None:
-    priority = LoadPriority(0)
-    stores = Stores(priority)
-    with priority.load():
-        await stores.begin(1)
-        assert stores.running == [1]
-        await stores.end(1)
-
-
-async def test_stores_that_began_before_a_load_count_towards_the_share() -> None:
-    priority = LoadPriority(2)
-    stores = Stores(priority)
-    await stores.begin(1, 2, 3)
-    with priority.load():
-        await stores.begin(4)
-        await stores.end(1)
-        assert stores.running == [2, 3]
-        await stores.end(2)
-        assert stores.running == [3, 4]
-        await stores.end(3, 4)
-
-
-async def test_a_store_that_is_cancelled_while_it_waits_takes_no_turn() -> None:
+@pytest.mark.parametrize("its_turn_comes", [False, True])
+async def test_a_store_that_is_cancelled_passes_its_turn_on(*, its_turn_comes: bool) -> None:
     priority = LoadPriority(1)
     stores = Stores(priority)
     with priority.load():
         await stores.begin(1, 2, 3)
+        if its_turn_comes:
+            stores.ends[1].set()
+            await asyncio.sleep(0)  # the first ends here, and hands its turn to the second
         stores.tasks[2].cancel()
         await settle()
         await stores.end(1)
-        assert stores.running == [3]
-        await stores.end(3)
-
-
-async def test_a_store_that_is_cancelled_as_its_turn_comes_passes_it_on() -> None:
-    priority = LoadPriority(1)
-    stores = Stores(priority)
-    with priority.load():
-        await stores.begin(1, 2, 3)
-        stores.ends[1].set()
-        await asyncio.sleep(0)  # the first ends here, and hands its turn to the second
-        stores.tasks[2].cancel()
-        await settle()
         assert stores.running == [3]
         await stores.end(3)

@@ -10,7 +10,7 @@ import anyio.lowlevel
 import pytest
 
 from kvtier.errors import Misuse
-from kvtier.plugin_api.backend import Outcome, StoreBlock
+from kvtier.plugin_api.backend import LoadBlock, Outcome, StoreBlock
 from kvtier_backends.disk.format import PAGE_BYTES
 from kvtier_backends.disk.log.batches import Reinsertion
 from kvtier_backends.disk.log.regions import KEPT_BACK_REGIONS, Regions, RegionState
@@ -24,6 +24,7 @@ from tests.unit.backends.disk._log import (
     REGIONS,
     SLOTS,
     Engine,
+    begun,
     data_of,
     fresh_disk,
 )
@@ -48,8 +49,7 @@ async def test_after_any_crash_no_wrong_block_is_served(seed: int) -> None:
     rng = random.Random(seed)
     written: dict[bytes, set[bytes]] = {}
     for life in range(4):
-        engine = Engine(disk)
-        await engine.begin()
+        engine = await begun(SimulatedDevice(disk))
         await engine.check()
         here = {key for region in range(REGIONS) for key in engine.log.index.keys_of(region)}
         for outcome, key, data in await load_all(engine, sorted(here)):
@@ -122,10 +122,8 @@ async def run_a_step(
     assert len(engine.log.index) == len(here)
 
 
-async def test_random_removal_at_full_capacity_never_stops_the_stores() -> None:
+async def test_random_removal_at_full_capacity_never_stops_the_stores(engine: Engine) -> None:
     """With a tenth overprovisioned, regions are reclaimed fast enough; what is dropped is told."""
-    engine = Engine(fresh_disk())
-    await engine.begin()
     rng = random.Random(5)
     here: set[bytes] = set()
     written: dict[bytes, set[bytes]] = {}
@@ -134,17 +132,14 @@ async def test_random_removal_at_full_capacity_never_stops_the_stores() -> None:
         before = engine.count("stores_full")
         await run_a_step(engine, rng, here, written, version)
         full += engine.count("stores_full") - before
-    await engine.check()
     assert full == 0
     assert engine.count("regions_reclaimed") > 50
     assert engine.count("bytes_reinserted") > 0
 
 
-async def test_when_the_oldest_go_first_nothing_is_lost_and_hardly_anything_is_written_twice() -> (
-    None
-):
-    engine = Engine(fresh_disk())
-    await engine.begin()
+async def test_when_the_oldest_go_first_nothing_is_lost_and_hardly_anything_is_written_twice(
+    engine: Engine,
+) -> None:
     here: list[bytes] = []
     for number in range(20 * CAPACITY):
         if len(here) == CAPACITY:
@@ -155,13 +150,12 @@ async def test_when_the_oldest_go_first_nothing_is_lost_and_hardly_anything_is_w
     await engine.log.calls.wait_idle()
     assert not engine.lost
     assert engine.count("bytes_reinserted") <= 0.02 * engine.count("bytes_stored")
-    await engine.check()
 
 
-async def test_what_was_used_least_recently_is_dropped_first_and_tails_before_heads() -> None:
+async def test_what_was_used_least_recently_is_dropped_first_and_tails_before_heads(
+    engine: Engine,
+) -> None:
     """A prompt's block is of no use without those before it."""
-    engine = Engine(fresh_disk())
-    await engine.begin()
     kept: list[bytes] = []
     engine.budget._credit_max = 0
     for number in range(REGIONS - 1):
@@ -175,14 +169,13 @@ async def test_what_was_used_least_recently_is_dropped_first_and_tails_before_he
     engine.now += 100
     await engine.load(used)
     engine.budget._credit = 2.5 * BLOCK_BYTES + 3 * 4096
-    await engine.store(KEYS[-2:])
-    await engine.log.calls.wait_idle()
+    await engine.fill(KEYS[-2:])
     assert engine.lost == {kept[0], used[-1]}
 
 
-async def test_a_region_that_is_read_is_not_overwritten_however_long_it_takes() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
+async def test_a_region_that_is_read_is_not_overwritten_however_long_it_takes(
+    engine: Engine,
+) -> None:
     await engine.store(KEYS[:SLOTS], version=1)
     read = engine.log.index.get(KEYS[0])
     assert read is not None
@@ -204,12 +197,10 @@ async def test_a_region_that_is_read_is_not_overwritten_however_long_it_takes() 
         assert engine.log.regions.state(read // SLOTS) is not RegionState.OPEN
         engine.device.held.set()
     assert answers == [(Outcome.DONE, data_of(KEYS[0], 1))]
-    await engine.check()
 
 
 async def test_an_old_block_is_absent_and_told() -> None:
-    engine = Engine(fresh_disk(), ttl_s=10)
-    await engine.begin()
+    engine = await begun(ttl_s=10)
     await engine.store(KEYS[:2])
     engine.now += 9
     assert engine.log.has(KEYS[0])
@@ -225,10 +216,8 @@ async def test_an_old_block_is_absent_and_told() -> None:
     assert (await engine.load(KEYS[:1]))[0][0] is Outcome.DONE
 
 
-async def test_stores_that_overlap_keep_within_the_capacity_together() -> None:
+async def test_stores_that_overlap_keep_within_the_capacity_together(engine: Engine) -> None:
     """Blocks that are on their way count as if they were there."""
-    engine = Engine(fresh_disk())
-    await engine.begin()
     await engine.store(KEYS[: CAPACITY - 6])
     outcomes: list[Outcome] = []
 
@@ -241,41 +230,16 @@ async def test_stores_that_overlap_keep_within_the_capacity_together() -> None:
     assert outcomes.count(Outcome.DONE) == 6
     assert outcomes.count(Outcome.FULL) == 6
     assert engine.count("stores_full") == 6
-    await engine.check()
-
-
-async def test_once_the_folder_has_vanished_nothing_is_there_and_stores_fail() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
-    await engine.store(KEYS[:3])
-    engine.log.abandon()
-    assert engine.lost == set(KEYS[:3])
-    assert [outcome for outcome, _ in await engine.load(KEYS[:1])] == [Outcome.ABSENT]
-    assert await engine.store(KEYS[:2]) == [Outcome.FAILED] * 2
-    await engine.check()
-
-
-async def test_a_cancelled_store_is_let_go_only_when_the_device_is_done_with_it() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(engine.store, KEYS[:4])
-        await anyio.lowlevel.checkpoint()
-        tasks.cancel_scope.cancel()
-    assert not engine.log.calls.is_idle()
-    await engine.check()
 
 
 async def test_keys_longer_than_planned_fill_a_table_early_and_are_found_again() -> None:
     disk = fresh_disk()
-    engine = Engine(disk)
-    await engine.begin()
+    engine = await begun(SimulatedDevice(disk))
     keys = [bytes([number]) * 255 for number in range(1, 40)]
     stored = [key for key in keys if await engine.store([key]) == [Outcome.DONE]]
     assert len(stored) >= 30
     disk.before.clear()
-    engine = Engine(disk)
-    await engine.begin()
+    engine = await begun(SimulatedDevice(disk))
     assert [outcome for outcome, _ in await engine.load(stored)] == [Outcome.DONE] * len(stored)
 
 
@@ -301,9 +265,8 @@ class CountingDevice(SimulatedDevice):
 
 
 async def test_stores_go_on_one_at_a_time_while_a_load_takes_for_ever() -> None:
-    engine = Engine(fresh_disk())
-    engine.device = device = CountingDevice(engine.device.disk)
-    await engine.begin()
+    device = CountingDevice(fresh_disk())
+    engine = await begun(device)
     await engine.store(KEYS[:1])
     device.held = anyio.Event()
     async with anyio.create_task_group() as tasks:
@@ -319,33 +282,9 @@ async def test_stores_go_on_one_at_a_time_while_a_load_takes_for_ever() -> None:
     await engine.check()
 
 
-async def test_without_a_load_stores_do_not_wait_for_one_another() -> None:
-    engine = Engine(fresh_disk())
-    engine.device = device = CountingDevice(engine.device.disk)
-    await engine.begin()
-    async with anyio.create_task_group() as stores:
-        for key in KEYS[:8]:
-            stores.start_soon(engine.store, [key])
-    assert device.writing_max > 1
-
-
-async def test_the_next_region_is_opened_before_a_store_needs_it() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
-    await engine.store(KEYS[:1])
-    await engine.log.calls.wait_idle()
-    regions = engine.log.regions
-    (ahead,) = [each for each in range(REGIONS) if regions.state(each) is RegionState.NEXT]
-    async with engine.log.opening:  # no header can be written now
-        assert await engine.store(KEYS[1 : SLOTS + 2]) == [Outcome.DONE] * (SLOTS + 1)
-    assert regions.open_region == ahead
-    await engine.check()
-
-
 async def test_several_regions_are_opened_ahead_at_once() -> None:
     """Each header waits behind all that is being written: one after the other took too long."""
-    engine = Engine(fresh_disk(), ahead=3)
-    await engine.begin()
+    engine = await begun(ahead=3)
     regions, writing_max, writing = engine.log.regions, 0, 0
     write = engine.device.write
 
@@ -360,10 +299,8 @@ async def test_several_regions_are_opened_ahead_at_once() -> None:
 
     engine.device.write = counted  # type: ignore[method-assign]
     for start in range(3):
-        await engine.store(KEYS[start * SLOTS : (start + 1) * SLOTS])
-        await engine.log.calls.wait_idle()
-    await engine.store(KEYS[3 * SLOTS : 3 * SLOTS + 1])
-    await engine.log.calls.wait_idle()
+        await engine.fill(KEYS[start * SLOTS : (start + 1) * SLOTS])
+    await engine.fill(KEYS[3 * SLOTS : 3 * SLOTS + 1])
     assert regions.next_count == 3
     assert writing_max > 1
     async with engine.log.opening:  # no header can be written now
@@ -374,8 +311,7 @@ async def test_several_regions_are_opened_ahead_at_once() -> None:
 
 async def test_a_store_that_waits_for_a_region_has_others_opened_with_it() -> None:
     """In a full folder regions empty as new blocks come: stores waited for each region anew."""
-    engine = Engine(fresh_disk(), ahead=3)
-    await engine.begin()
+    engine = await begun(ahead=3)
     log, regions = engine.log, engine.log.regions
     log._opener.may_open_ahead = lambda: False  # type: ignore[method-assign]
     stored = KEYS[: 9 * SLOTS]  # of all regions but one
@@ -400,8 +336,7 @@ async def test_a_store_that_waits_for_a_region_has_others_opened_with_it() -> No
 
 async def test_regions_ahead_take_blocks_in_the_order_of_their_sequences() -> None:
     """Whichever header is written first: a later start takes the higher sequence for the newer."""
-    engine = Engine(fresh_disk(), ahead=3)
-    await engine.begin()
+    engine = await begun(ahead=3)
     regions, waiting = engine.log.regions, 0
     write = engine.device.write
 
@@ -428,23 +363,19 @@ async def test_regions_ahead_take_blocks_in_the_order_of_their_sequences() -> No
 
 async def test_regions_without_blocks_are_reclaimed_for_that_and_others_are_not() -> None:
     """To reclaim a dead one costs nothing; the longer one with blocks waits, the less it costs."""
-    engine = Engine(fresh_disk(), ahead=3)
-    await engine.begin()
+    engine = await begun(ahead=3)
     regions = engine.log.regions
-
-    async def store(keys: Sequence[bytes]) -> None:
-        assert await engine.store(keys) == [Outcome.DONE] * len(keys)
-        await engine.log.calls.wait_idle()
-
     held = KEYS[: (REGIONS - 4) * SLOTS]
     for start in range(0, len(held), SLOTS):
-        await store(held[start : start + SLOTS])
-    await store(KEYS[len(held) : len(held) + 1])
+        await engine.fill(held[start : start + SLOTS])
+    await engine.fill(KEYS[len(held) : len(held) + 1])
     assert (regions.next_count, regions.free_count) == (2, KEPT_BACK_REGIONS)
     assert engine.count("regions_reclaimed") == 0
     engine.log.remove(held[:SLOTS])
-    await store(KEYS[len(held) + 1 : len(held) + SLOTS])  # the open one is filled: the next opens
-    await store(KEYS[len(held) + SLOTS : len(held) + SLOTS + 1])
+    await engine.fill(
+        KEYS[len(held) + 1 : len(held) + SLOTS]
+    )  # the open one is filled: the next opens
+    await engine.fill(KEYS[len(held) + SLOTS : len(held) + SLOTS + 1])
     assert engine.count("regions_reclaimed") == 1
     assert engine.count("bytes_reinserted") == 0
     await engine.check()
@@ -454,8 +385,7 @@ async def test_dead_regions_are_searched_for_a_few_times_a_region_and_not_at_eac
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A search looks at all regions: it took a third of the time of stores of 64 KiB."""
-    engine = Engine(fresh_disk(), ahead=3)
-    await engine.begin()
+    engine = await begun(ahead=3)
     searches = 0
     real = Regions.victim
 
@@ -466,8 +396,7 @@ async def test_dead_regions_are_searched_for_a_few_times_a_region_and_not_at_eac
 
     stored = KEYS[: (REGIONS - 3) * SLOTS + 1]  # no region is left to be opened
     for start in range(0, len(stored), SLOTS):
-        assert set(await engine.store(stored[start : start + SLOTS])) == {Outcome.DONE}
-        await engine.log.calls.wait_idle()
+        await engine.fill(stored[start : start + SLOTS])
     assert engine.log.regions.has_next
     monkeypatch.setattr(Regions, "victim", counted)
     # As if the last attempt, and the last search, were another region's.
@@ -478,16 +407,13 @@ async def test_dead_regions_are_searched_for_a_few_times_a_region_and_not_at_eac
     assert searches == 1
 
 
-async def test_no_region_is_reclaimed_while_the_next_one_is_open_already() -> None:
+async def test_no_region_is_reclaimed_while_the_next_one_is_open_already(engine: Engine) -> None:
     """The longer a reclaim waits, the fewer blocks it has to write twice."""
-    engine = Engine(fresh_disk())
-    await engine.begin()
     regions = engine.log.regions
 
     async def store_one_by_one(keys: Sequence[bytes]) -> None:
         for key in keys:
-            assert await engine.store([key]) == [Outcome.DONE]
-            await engine.log.calls.wait_idle()
+            await engine.fill([key])
 
     await store_one_by_one(KEYS[:SLOTS])
     engine.log.remove(KEYS[:SLOTS])  # a victim that costs nothing
@@ -497,15 +423,12 @@ async def test_no_region_is_reclaimed_while_the_next_one_is_open_already() -> No
     engine.log.remove(KEYS[SLOTS : 2 * SLOTS])  # within the capacity
     await store_one_by_one(KEYS[:SLOTS])
     assert engine.count("regions_reclaimed") == 1
-    await engine.check()
 
 
-async def test_a_key_or_buffer_that_is_no_blocks_writes_nothing_and_takes_no_slot() -> None:
-    engine = Engine(fresh_disk())
-    engine.device = device = CountingDevice(engine.device.disk)
-    await engine.begin()
-    await engine.store(KEYS[:1])
-    await engine.log.calls.wait_idle()
+async def test_a_key_or_buffer_that_is_no_blocks_is_the_callers_mistake_and_takes_no_slot() -> None:
+    device = CountingDevice(fresh_disk())
+    engine = await begun(device)
+    await engine.fill(KEYS[:1])
     device.writes.clear()
     room = engine.log.regions.room
     good = StoreBlock(KEYS[1], memoryview(bytes(BLOCK_BYTES)), bytes(16))
@@ -513,6 +436,9 @@ async def test_a_key_or_buffer_that_is_no_blocks_writes_nothing_and_takes_no_slo
     for mistake in [*mistakes, good._replace(buffer=memoryview(bytes(BLOCK_BYTES + 1)))]:
         with pytest.raises(Misuse):
             await engine.log.store([good, mistake])
+    for size in (BLOCK_BYTES - 1, BLOCK_BYTES + 1, 0):
+        with pytest.raises(Misuse, match=f"a buffer of {size} bytes is no block of {BLOCK_BYTES}"):
+            await engine.log.load([LoadBlock(KEYS[0], memoryview(bytearray(size)))])
     assert not device.writes
     assert engine.log.regions.room == room
     assert not engine.log.has(KEYS[1])
@@ -520,11 +446,9 @@ async def test_a_key_or_buffer_that_is_no_blocks_writes_nothing_and_takes_no_slo
 
 
 async def test_the_entries_of_many_blocks_go_behind_them_in_one_call() -> None:
-    engine = Engine(fresh_disk())
-    engine.device = device = CountingDevice(engine.device.disk)
-    await engine.begin()
-    await engine.store(KEYS[:1])
-    await engine.log.calls.wait_idle()
+    device = CountingDevice(fresh_disk())
+    engine = await begun(device)
+    await engine.fill(KEYS[:1])
     device.writes.clear()
     await engine.store(KEYS[1 : 1 + OWN_PAGE_SLOTS])
     page = (3 * PAGE_BYTES, PAGE_BYTES)  # behind the header, the shared page and its next version
@@ -533,10 +457,11 @@ async def test_the_entries_of_many_blocks_go_behind_them_in_one_call() -> None:
     few = KEYS[10 : 10 + OWN_PAGE_SLOTS - 1]
     await engine.store(few)
     assert [len(transfers) for transfers in device.writes] == [1, 1]
+    headers = 2  # and three pages: the shared one twice, one of their own
+    assert engine.count("bytes_of_tables") == (headers + 3) * PAGE_BYTES
     await engine.check()
 
-    again = Engine(device.disk)
-    await again.begin()
+    again = await begun(SimulatedDevice(device.disk))
     for key in [*KEYS[: 1 + OWN_PAGE_SLOTS], *few]:
         assert again.log.has(key)
 
@@ -555,9 +480,7 @@ async def open_all_regions(engine: Engine) -> None:
     assert (log.regions.room, log.regions.has_next) == (SLOTS, True)
 
 
-async def test_room_for_reinserted_blocks_is_taken_by_nobody_else() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
+async def test_room_for_reinserted_blocks_is_taken_by_nobody_else(engine: Engine) -> None:
     await open_all_regions(engine)
     appender = engine.log._appender
     appender.reserve(SLOTS - 2)
@@ -572,8 +495,7 @@ async def test_room_for_reinserted_blocks_is_taken_by_nobody_else() -> None:
 
 
 async def test_blocks_that_find_no_room_to_be_reinserted_are_full_and_stay_where_they_are() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
+    engine = await begun()
     await engine.store(KEYS[:2])
     index, regions = engine.log.index, engine.log.regions
     await open_all_regions(engine)

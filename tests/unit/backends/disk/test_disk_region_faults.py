@@ -11,7 +11,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvtier.plugin_api.backend import Outcome
-from kvtier_backends.disk.folder import recovery
 from kvtier_backends.disk.log.region_faults import STRIKES_MAX
 from kvtier_backends.disk.log.regions import RegionState
 from kvtier_backends.disk.log.tables import PagePool
@@ -24,6 +23,7 @@ from tests.unit.backends.disk._log import (
     REGIONS,
     SLOTS,
     Engine,
+    begun,
     fresh_disk,
 )
 from tests.unit.backends.disk._simulated import SimulatedDevice
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_region_that_fails_on_its_own_is_retired_and_its_blocks_are_told() -> None:
+async def test_a_region_that_fails_on_its_own_is_retired_and_its_blocks_are_told(
+    engine: Engine,
+) -> None:
     """Not with its first failure: that may be the whole medium's, and over in a moment."""
-    engine = Engine(fresh_disk())
-    await engine.begin()
     await engine.store(KEYS[: 2 * SLOTS])
     regions = engine.log.regions
     sick = (engine.log.index.get(KEYS[0]) or 0) // SLOTS
@@ -56,26 +56,28 @@ async def test_a_region_that_fails_on_its_own_is_retired_and_its_blocks_are_told
     engine.now += 301
     await engine.log.heal()
     assert regions.state(sick) is RegionState.FREE
-    await engine.check()
 
 
-async def test_a_region_that_cannot_be_written_fails_its_store_and_not_the_next() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
-    await engine.store(KEYS[:1])
+async def test_a_region_that_cannot_be_written_fails_its_store_and_not_the_next(
+    engine: Engine,
+) -> None:
+    await engine.fill(KEYS[:1])
     region = engine.log.regions.open_region
     assert region is not None
     engine.device.sick.add(region)
     assert await engine.store(KEYS[1:3]) == [Outcome.FAILED] * 2
+    engine.device.sick.clear()
+    again = await begun(SimulatedDevice(engine.device.disk))
+    assert [again.log.has(key) for key in KEYS[:3]] == [True, False, False]
+    engine.device.sick.add(region)
     assert await engine.store(KEYS[:3]) == [Outcome.DONE] * 3
     assert engine.lost == set(), "what was written there before may be sound"
     assert engine.log.regions.open_region != region
-    await engine.check()
 
 
-async def test_without_room_the_tier_works_with_what_it_has_and_grows_when_there_is_room() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
+async def test_without_room_the_tier_works_with_what_it_has_and_grows_when_there_is_room(
+    engine: Engine,
+) -> None:
     await engine.store(KEYS[: 6 * SLOTS])
     engine.device.has_room = False
     here = set(KEYS[: 6 * SLOTS])
@@ -94,28 +96,20 @@ async def test_without_room_the_tier_works_with_what_it_has_and_grows_when_there
     for number in range(CAPACITY - len(here)):
         assert await engine.store([bytes([99, number])]) == [Outcome.DONE]
     assert len(engine.log.index) == CAPACITY > 6 * SLOTS
-    await engine.check()
 
 
-async def test_without_any_room_a_store_is_full_and_nothing_is_held_on_to() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
+async def test_without_any_room_a_store_is_full_and_nothing_is_held_on_to(engine: Engine) -> None:
     engine.device.has_room = False
     for _ in range(20):
         assert await engine.store(KEYS[:SLOTS]) == [Outcome.FULL] * SLOTS
-    await engine.check()
     engine.device.has_room = True
     engine.now += 31
     await engine.log.heal()
     assert await engine.store(KEYS[:SLOTS]) == [Outcome.DONE] * SLOTS
-    await engine.check()
 
 
-async def test_a_region_that_cannot_be_allocated_ahead_fails_no_store_yet() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
-    await engine.store(KEYS[:1])
-    await engine.log.calls.wait_idle()
+async def test_a_region_that_cannot_be_allocated_ahead_fails_no_store_yet(engine: Engine) -> None:
+    await engine.fill(KEYS[:1])
     engine.device.has_room = False
     assert await engine.store(KEYS[1 : SLOTS + 1]) == [Outcome.DONE] * SLOTS
     await engine.log.calls.wait_idle()
@@ -123,26 +117,10 @@ async def test_a_region_that_cannot_be_allocated_ahead_fails_no_store_yet() -> N
     assert engine.log.regions.count_in(RegionState.RETIRED) == 0
 
 
-async def test_blocks_that_fail_to_be_written_are_not_named() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
-    await engine.store(KEYS[:1])
-    await engine.log.calls.wait_idle()
-    device, region = engine.device, engine.log.regions.open_region
-    assert region is not None
-    device.sick.add(region)
-    assert await engine.store(KEYS[1:5]) == [Outcome.FAILED] * 4
-    device.sick.clear()
-    again = Engine(device.disk)
-    await again.begin()
-    assert not any(again.log.has(key) for key in KEYS[1:5])
-
-
 async def test_a_store_that_meets_no_memory_holds_on_to_nothing(
+    engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
 
     def no_memory(_: object) -> memoryview:
         raise MemoryError
@@ -153,7 +131,6 @@ async def test_a_store_that_meets_no_memory_holds_on_to_nothing(
             with pytest.raises(MemoryError):
                 await engine.store([key])
     assert await engine.store(KEYS[:3]) == [Outcome.DONE] * 3
-    await engine.check()
 
 
 class HeldWrites(SimulatedDevice):
@@ -169,11 +146,9 @@ class HeldWrites(SimulatedDevice):
 
 async def test_a_block_written_into_a_region_that_was_retired_meanwhile_is_not_served() -> None:
     """Its region is given back once it works again, which may be at any time: with no block."""
-    engine = Engine(fresh_disk())
-    engine.device = device = HeldWrites(engine.device.disk)
-    await engine.begin()
-    await engine.store(KEYS[: SLOTS + 1])
-    await engine.log.calls.wait_idle()
+    device = HeldWrites(fresh_disk())
+    engine = await begun(device)
+    await engine.fill(KEYS[: SLOTS + 1])
     regions = engine.log.regions
     region = regions.open_region
     assert region is not None
@@ -216,9 +191,8 @@ class BreakingDevice(SimulatedDevice):
 
 
 async def test_a_table_write_that_breaks_lets_those_who_wait_behind_it_go() -> None:
-    engine = Engine(fresh_disk())
-    engine.device = device = BreakingDevice(engine.device.disk)
-    await engine.begin()
+    device = BreakingDevice(fresh_disk())
+    engine = await begun(device)
     await engine.store(KEYS[:1])
     device.breaks = True
     ended: list[object] = []
@@ -239,23 +213,8 @@ async def test_a_table_write_that_breaks_lets_those_who_wait_behind_it_go() -> N
     await engine.check()
 
 
-async def test_regions_that_cannot_be_read_at_the_start_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(recovery, "READ_AGAIN_PAUSE_S", 0.0)
-    engine = Engine(fresh_disk())
-    await engine.begin()
-    await engine.store(KEYS[: 2 * SLOTS])
-    await engine.log.calls.wait_idle()
-    again = Engine(engine.device.disk)
-    again.device.sick.add((engine.log.index.get(KEYS[0]) or 0) // SLOTS)
-    await again.begin()
-    assert again.found_counts["region_unreadable"] == 1
-    assert again.found_counts["blocks_recovered"] == SLOTS
-
-
-class ShortReads(SimulatedDevice):
-    """A segment's file ends before its blocks, while ``cuts``: so many bytes of each are there."""
+class CutDevice(SimulatedDevice):
+    """While ``cuts``, ``bytes_there`` of each read are there, and no write is taken."""
 
     cuts = False
     bytes_there = 0
@@ -264,59 +223,37 @@ class ShortReads(SimulatedDevice):
         ends = await super().read(transfers)
         return [self.bytes_there] * len(ends) if self.cuts else ends
 
+    async def write(self, transfers: Sequence[Transfer]) -> OSError | None:
+        if self.cuts:
+            return OSError(errno.EROFS, "read-only")
+        return await super().write(transfers)
 
-async def test_a_file_that_is_too_short_is_logged_once_until_a_load_succeeds(
-    monkeypatch: pytest.MonkeyPatch,
+
+@pytest.mark.parametrize(("kind", "count"), [("blocks_truncated", 6), ("stores_failed", 3)])
+async def test_what_fails_is_counted_and_logged_once_until_it_succeeds(
+    kind: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(fresh_disk())
-    engine.device = device = ShortReads(engine.device.disk)
-    await engine.begin()
-    await engine.store(KEYS[:2])
+    device = CutDevice(fresh_disk())
+    engine = await begun(device)
+    await engine.fill(KEYS[:2])
     monkeypatch.setattr("kvtier_backends.incidents.EPISODE_S_MIN", 0.0)
     logged = []
-    for cuts in (True, True, False, True):
-        device.cuts = cuts
+    for key, device.cuts in zip(KEYS[2:], (True, True, False, True), strict=False):
         with capture_logs() as logs:
-            await engine.load(KEYS[:2])
+            if kind == "stores_failed":
+                await engine.store([key])
+            else:
+                await engine.load(KEYS[:2])
         logged.append([entry["kind"] for entry in logs])
-    assert logged == [["blocks_truncated"], [], [], ["blocks_truncated"]]
-    assert engine.count("blocks_truncated") == 6
+    assert logged == [[kind], [], [], [kind]]
+    assert engine.count(kind) == count
 
 
 async def test_of_a_file_that_is_too_short_the_blocks_before_its_end_are_served() -> None:
-    engine = Engine(fresh_disk())
-    engine.device = device = ShortReads(engine.device.disk)
-    await engine.begin()
+    device = CutDevice(fresh_disk())
+    engine = await begun(device)
     await engine.store(KEYS[:4])
     device.cuts, device.bytes_there = True, 4 * BLOCK_BYTES - 1
     loaded = await engine.load(KEYS[:4])
     assert [outcome for outcome, _ in loaded] == [Outcome.DONE] * 3 + [Outcome.DAMAGED]
     assert engine.count("blocks_truncated") == 1
-
-
-class ReadOnly(SimulatedDevice):
-    """Refuses every write, while ``is_read_only``."""
-
-    is_read_only = False
-
-    async def write(self, transfers: Sequence[Transfer]) -> OSError | None:
-        if self.is_read_only:
-            return OSError(errno.EROFS, "read-only")
-        return await super().write(transfers)
-
-
-async def test_stores_that_fail_are_logged_once_until_a_store_succeeds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = Engine(fresh_disk())
-    engine.device = device = ReadOnly(engine.device.disk)
-    await engine.begin()
-    monkeypatch.setattr("kvtier_backends.incidents.EPISODE_S_MIN", 0.0)
-    logged = []
-    for key, is_read_only in zip(KEYS, (True, True, False, True), strict=False):
-        device.is_read_only = is_read_only
-        with capture_logs() as logs:
-            await engine.store([key])
-        logged.append([entry["kind"] for entry in logs])
-    assert logged == [["stores_failed"], [], [], ["stores_failed"]]
-    assert engine.count("stores_failed") == 3

@@ -272,20 +272,6 @@ def test_a_region_with_a_writer_is_not_emptied() -> None:
     assert regions.victim() == 0
 
 
-def test_an_emptied_region_waits_for_its_last_reader() -> None:
-    regions = make()
-    fill(regions, 1)
-    regions.pin(0)
-    regions.pin(0)
-    regions.begin_reclaim(0)
-    assert not regions.end_reclaim(0)
-    regions.unpin(0)
-    assert regions.state(0) is RegionState.RECLAIMING
-    regions.unpin(0)
-    assert regions.state(0) is RegionState.FREE
-    assert regions.next_to_open(for_reinsertion=False) == 0
-
-
 def test_recovered_regions_are_sealed_and_foreign_ones_are_used_last() -> None:
     regions = make()
     regions.recover({2: 7, 0: 9}, reuse_last=[1], highest=12, key_ids={})
