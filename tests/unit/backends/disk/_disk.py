@@ -96,6 +96,14 @@ class Disk:
         return self.backend.counters().get(name, 0)
 
 
+def key_options(folder: Path, *keys: str) -> dict[str, Any]:
+    """Return the options of a tier that encrypts with these keys, in a file there; none without."""
+    file = folder / "keys"
+    file.write_text("# keys\n" + "\n".join(keys) + "\n")
+    file.chmod(0o600)
+    return {"encryption_key_file": str(file)} if keys else {}
+
+
 def make_disk(
     path: Path | str,
     context: BackendContext = CONTEXT,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import os
 import random
@@ -14,22 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.errors import ConfigError, Misuse
-from kvtier.plugin_api.backend import BackendContext, LoadBlock, Outcome, StoreBlock, block_digest
-from kvtier_backends.disk.folder import claim
+from kvtier.errors import ConfigError
+from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk.folder.claim import capacity_bytes_min, plan_folder
 from kvtier_backends.disk.log.regions import WRITE_AMPLIFICATION_MAX
 from tests.support.needs import needs
-from tests.support.patience import PATIENCE_S
-from tests.unit.backends._media import mount, start_python, tmpfs, unmount
+from tests.unit.backends._media import mount, tmpfs
 from tests.unit.backends.disk._disk import (
     BLOCK_BYTES,
     CAPACITY_BYTES,
-    CONTEXT,
     Clock,
     Disk,
     folder_bytes,
     key_of,
+    key_options,
     make_disk,
     open_disk,
 )
@@ -71,11 +68,7 @@ async def test_a_bad_option_is_refused_with_its_name(
 ) -> None:
     with pytest.raises(ConfigError, match=names):
         make_disk(tmp_path / "kv", **options)
-    async with open_disk(tmp_path / "kv") as disk:  # and the folder was released
-        assert await disk.store(1) == [Outcome.DONE]
-
-
-async def test_the_checksum_that_is_always_used_may_be_named(tmp_path: Path) -> None:
+    # The folder was released. The one checksum may be named.
     async with open_disk(tmp_path / "kv", checksum="xxh3_128") as disk:
         assert await disk.store(1) == [Outcome.DONE]
 
@@ -104,60 +97,20 @@ def test_most_of_the_capacity_is_for_blocks(block_bytes: int, capacity_bytes: in
     assert part > (0.85 if capacity_bytes > 10**10 else 0.6 if capacity_bytes > 10**8 else 0.45)
 
 
-async def test_files_belong_to_this_user_alone(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "kv"
-    async with open_disk(path) as disk:
-        await disk.store(1)
-        assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
-        assert (
-            stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-        )
-
-
-async def test_a_folder_that_anyone_may_write_to_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "kv").mkdir()
-    (tmp_path / "kv").chmod(0o777)
-    with pytest.raises(ConfigError, match="chmod o-w"):
-        make_disk(tmp_path / "kv")
-
-
-async def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "kv").write_bytes(b"")
-    with pytest.raises(ConfigError, match="Name a folder"):
-        make_disk(tmp_path / "kv")
-    with pytest.raises(ConfigError, match="Name a folder"):
-        make_disk(tmp_path / "kv" / "below")
+async def test_what_cannot_be_a_tiers_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    for path, remedy in (
+        ("file", "Name a folder"),
+        ("file/below", "Name a folder"),
+        ("open", "chmod o-w"),
+    ):
+        with pytest.raises(ConfigError, match=remedy):
+            make_disk(tmp_path / path)
 
 
 # --- one engine a folder ---
-
-
-async def test_the_second_engine_is_told_who_has_the_folder(tmp_path: Path) -> None:
-    async with open_disk(tmp_path / "kv") as disk:
-        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
-            make_disk(tmp_path / "kv")
-        (tmp_path / "link").symlink_to(tmp_path / "kv")
-        with pytest.raises(ConfigError, match=r"path='.*link' is in use"):
-            make_disk(tmp_path / "link")
-        assert await disk.store(1) == [Outcome.DONE]
-    async with open_disk(tmp_path / "kv") as disk:
-        assert await disk.load(1) == [Outcome.DONE]
-
-
-async def test_the_claim_dies_with_its_owner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claim, "LOCK_WAIT_S_MAX", PATIENCE_S)
-    program = (
-        "import os, sys\n"
-        "from tests.unit.backends.disk._disk import make_disk\n"
-        "backend = make_disk(sys.argv[1])\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    with start_python("-c", program, tmp_path / "kv") as child:
-        assert child.wait() == -9
-    async with open_disk(tmp_path / "kv"):
-        pass
 
 
 async def test_a_backend_that_was_never_opened_lets_the_folder_go(tmp_path: Path) -> None:
@@ -217,15 +170,20 @@ async def test_a_hung_write_keeps_the_folder_claimed_until_it_ends(
 # --- bounds, restart ---
 
 
-async def test_the_folder_never_holds_more_than_its_capacity(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [(), ("11" * 32, "22" * 32)], ids=["plain", "rotated key"])
+async def test_the_folder_never_holds_more_than_its_capacity(
+    keys: tuple[str, ...], tmp_path: Path
+) -> None:
     """Random stores, removals and restarts; the model is the set of what should be there."""
     path = tmp_path / "kv"
     rng = random.Random(7)
     next_number = 0
     written = again = 0
     resident: list[int] = []
-    for _ in range(4):
-        async with open_disk(path) as disk:
+    for life in range(4):
+        # Blocks that are reinserted still open, beside others under the key of before.
+        options = key_options(tmp_path, *keys[1 - life // 2 :])
+        async with open_disk(path, **options) as disk:
             capacity = disk.backend.traits.capacity_blocks
             assert capacity is not None
             there = {key for keys in disk.backend.contents() for key in keys}
@@ -248,25 +206,12 @@ async def test_the_folder_never_holds_more_than_its_capacity(tmp_path: Path) -> 
             written += disk.count("bytes_stored")
             again += disk.count("bytes_reinserted")
     assert written == next_number * BLOCK_BYTES
-    assert written + again <= WRITE_AMPLIFICATION_MAX * written
+    assert 0 < again <= (WRITE_AMPLIFICATION_MAX - 1) * written
 
 
-async def test_a_restart_finds_everything_in_the_order_it_was_stored(tmp_path: Path) -> None:
-    async with open_disk(tmp_path / "kv") as disk:
-        for number in range(100):
-            await disk.store(number)
-        assert [key for keys in disk.backend.contents() for key in keys] == [
-            key_of(number) for number in range(100)
-        ]
-    async with open_disk(tmp_path / "kv") as disk:
-        assert [key for keys in disk.backend.contents() for key in keys] == [
-            key_of(number) for number in range(100)
-        ]
-        assert await disk.found(range(100)) == list(range(100))
-        assert disk.count("blocks_recovered") == disk.count("blocks") == 100
-
-
-async def test_after_a_restart_no_more_than_the_capacity_is_there(tmp_path: Path) -> None:
+async def test_after_a_restart_no_more_than_the_capacity_is_there_in_the_order_of_storing(
+    tmp_path: Path,
+) -> None:
     """What was removed is in the tables still; it must not crowd out what was not."""
     async with open_disk(tmp_path / "kv") as disk:
         capacity = disk.backend.traits.capacity_blocks
@@ -278,61 +223,7 @@ async def test_after_a_restart_no_more_than_the_capacity_is_there(tmp_path: Path
     async with open_disk(tmp_path / "kv") as disk:
         kept = [key for keys in disk.backend.contents() for key in keys]
         assert kept == [key_of(number) for number in range(12, capacity + 12)]
-
-
-async def test_one_call_of_many_blocks_is_two_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The blocks, then their table page: that is what makes small blocks fast."""
-    calls: list[int] = []
-    real = os.pwritev
-
-    def counted(descriptor: int, buffers: list[memoryview], at: int) -> int:
-        calls.append(len(buffers))
-        return real(descriptor, buffers, at)
-
-    async with open_disk(tmp_path / "kv") as disk:
-        await disk.store(0)
-        await disk.come_to_rest()
-        monkeypatch.setattr(os, "pwritev", counted)
-        assert await disk.store(*range(1, 13)) == [Outcome.DONE] * 12
-        assert calls == [12, 1]
-        assert disk.count("bytes_of_tables") == (2 + 2) * 4096, "two headers, one page twice"
-        reads: list[int] = []
-        real_read = os.preadv
-
-        def counted_read(descriptor: int, buffers: list[memoryview], at: int) -> int:
-            reads.append(len(buffers))
-            return real_read(descriptor, buffers, at)
-
-        monkeypatch.setattr(os, "preadv", counted_read)
-        assert await disk.load(*range(12, 3, -1)) == [Outcome.DONE] * 9
-        assert reads == [9]
-
-
-async def test_a_buffer_or_key_of_the_wrong_size_is_the_callers_mistake(tmp_path: Path) -> None:
-    async with open_disk(tmp_path / "kv") as disk:
-        short = memoryview(bytearray(100))
-        with pytest.raises(Misuse):
-            await disk.backend.store([StoreBlock(b"k", short, bytes(16))])
-        with pytest.raises(Misuse):
-            await disk.backend.load([LoadBlock(b"k", short)])
-        with pytest.raises(Misuse):
-            await disk.backend.store([StoreBlock(b"", disk.slots.view(0), bytes(16))])
-
-
-async def test_blocks_with_and_without_padding_come_back(tmp_path: Path) -> None:
-    context = BackendContext(8200, CONTEXT.namespace, "1:disk")
-    async with open_disk(tmp_path / "kv", context) as disk:
-        data = os.urandom(8200)
-        blocks = [
-            StoreBlock(key_of(n), memoryview(data), block_digest(key_of(n), memoryview(data)))
-            for n in range(5)
-        ]
-        assert set(await disk.backend.store(blocks)) == {Outcome.DONE}
-        views = disk.slots.views(range(5))
-        await disk.backend.load([LoadBlock(key_of(n), views[n]) for n in range(5)])
-        assert all(view == data for view in views)
+        assert disk.count("blocks_recovered") == disk.count("blocks") == capacity
 
 
 # --- age ---
@@ -387,28 +278,6 @@ async def test_a_disk_that_others_fill_is_used_as_far_as_it_goes(tmp_path: Path)
                 assert await disk.store(number) == [Outcome.DONE]
 
 
-async def test_a_disk_that_turns_read_only_serves_and_heals(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after ``errors=remount-ro``: a remount by hand is refused while files are open."""
-
-    def refuse(*_: object) -> int:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    async with open_disk(tmp_path / "kv") as disk:
-        await disk.store(*range(20))
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "pwritev", refuse)
-            assert await disk.store(50) == [Outcome.FAILED]
-            assert await disk.store(*range(51, 60)) == [Outcome.FAILED] * 9
-            assert await disk.found(range(20)) == list(range(20))
-            await disk.backend.tick()
-        assert await disk.store(50) == [Outcome.DONE]
-        assert await disk.load(50) == [Outcome.DONE]
-        assert disk.lost == []
-        assert disk.count("regions_retired") == 0
-
-
 async def test_a_folder_that_vanishes_fails_stores_and_is_used_again(tmp_path: Path) -> None:
     async with open_disk(tmp_path / "kv") as disk:
         await disk.store(1, 2, 3)
@@ -447,21 +316,6 @@ async def test_a_folder_that_comes_back_is_empty_until_the_next_start(tmp_path: 
         found = await disk.found([*range(40), 100])
         assert 100 in found
         assert len(found) > 20
-
-
-@needs("mount")
-async def test_a_folder_on_a_disk_that_was_unmounted_is_not_made_below_it(tmp_path: Path) -> None:
-    """Otherwise the blocks would fill the disk that the mount point lies on."""
-    with tmpfs(tmp_path / "small", "4m") as mounted:
-        async with open_disk(mounted / "kv") as disk:
-            await disk.store(1)
-            unmount(mounted)
-            for _ in range(3):
-                await disk.backend.tick()
-            assert disk.lost == [key_of(1)]
-            assert await disk.store(2) == [Outcome.FAILED]
-            assert list(mounted.iterdir()) == []
-        mount("-t", "tmpfs", "tmpfs", mounted)  # for the end of the block to unmount
 
 
 async def test_a_closed_backend_answers_and_does_nothing(tmp_path: Path) -> None:
