@@ -6,7 +6,7 @@ import fcntl
 import os
 import signal
 import subprocess
-import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -16,9 +16,10 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier_backends.disk.folder import claim as folder
 from kvtier_backends.disk.folder.claim import LOCK_NAME, LOCK_WAIT_S_MAX, Claim  # before patches
+from tests.unit.backends._media import start_python
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 class Naps:
@@ -96,6 +97,19 @@ sys.stdin.read()
 """
 
 
+@contextmanager
+def holding(path: Path, user_pid: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """Have another process claim the folder, for that user or for itself; yield it."""
+    arguments = "-c", HOLDER, path, str(user_pid)
+    with start_python(*arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "claimed\n"
+        try:
+            yield holder
+        finally:
+            holder.kill()
+
+
 @pytest.mark.usefixtures("naps")
 @pytest.mark.parametrize("engine", ["lives", "has ended", "has the lock itself"])
 def test_the_refusal_names_the_process_that_has_the_lock_and_what_to_do(
@@ -105,18 +119,11 @@ def test_the_refusal_names_the_process_that_has_the_lock_and_what_to_do(
     ended = subprocess.Popen(["/bin/true"])
     ended.wait()  # its number is free, and not given anew so soon
     pid = {"lives": os.getpid(), "has ended": ended.pid, "has the lock itself": 0}[engine]
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / "kv"), str(pid)]
-    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=path
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"claimed\n"
+    with holding(tmp_path / "kv", pid) as holder:
         runs = refusal_of(tmp_path / "kv")
         os.kill(holder.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
         stopped = refusal_of(tmp_path / "kv")
-        holder.kill()
     go_on = f"Let process {holder.pid} go on with 'kill -CONT {holder.pid}', then stop that engine"
     left = f"and is left of engine process {ended.pid}"
     wanted = {
@@ -163,36 +170,13 @@ def test_a_lock_that_stays_is_refused_after_a_bounded_wait(tmp_path: Path, naps:
     assert held.stands()
 
 
-PROGRAM = """
-import os, subprocess, sys
-engine = "from kvtier.errors import ConfigError"
-engine += "\\nfrom kvtier_backends.disk.folder.claim import Claim"
-engine += "\\nimport sys\\nheld = Claim(sys.argv[1], ConfigError)\\nprint('claimed', flush=True)"
-engine += "\\nsys.stdin.read()"
-first = subprocess.Popen(
-    [sys.executable, "-c", engine, sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-)
-first.stdout.readline()
-second = subprocess.run(
-    [sys.executable, "-c", engine, sys.argv[1]], stdin=subprocess.DEVNULL, capture_output=True
-)
-print(second.stderr.decode())
-first.stdin.close()
-first.wait()
-"""
-
-
 def test_an_engine_that_a_notebook_made_before_is_called_its_own(tmp_path: Path) -> None:
     """Its engines are processes that nobody there has seen: their numbers alone say nothing."""
-    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    program = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "kv")],
-        env=path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert f"Stop that engine, {SAME_PROGRAM}" in program.stdout
+    with (
+        holding(tmp_path / "kv"),
+        start_python("-c", HOLDER, tmp_path / "kv", "0", stderr=subprocess.PIPE) as second,
+    ):
+        assert f"Stop that engine, {SAME_PROGRAM}" in second.communicate()[1]
 
 
 def test_a_folder_in_use_is_trouble_that_may_pass(tmp_path: Path, naps: Naps) -> None:

@@ -109,19 +109,6 @@ async def test_damage_under_a_running_engine_is_no_wrong_block_either(
         assert Outcome.DAMAGED in outcomes
 
 
-async def test_one_flipped_bit_in_a_block_costs_that_block_only(tmp_path: Path) -> None:
-    numbers = await fill(tmp_path / "kv")
-    (segment,) = segments(tmp_path / "kv")
-    raw = bytearray(segment.read_bytes())
-    at = raw.index((60).to_bytes(8, "big") * 512)
-    raw[at + 5000] ^= 4
-    segment.write_bytes(raw)
-    async with open_disk(tmp_path / "kv") as disk:
-        outcomes = [(await disk.load(number))[0] for number in numbers]
-    assert outcomes.count(Outcome.DONE) == BLOCKS - 1
-    assert outcomes[60] is Outcome.DAMAGED
-
-
 async def test_a_segment_that_is_gone_costs_its_blocks_only(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     await fill(path)

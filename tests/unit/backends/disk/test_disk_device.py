@@ -80,17 +80,6 @@ async def test_pages_do_not_wait_for_the_data_of_others(
     device.close()
 
 
-@pytest.mark.parametrize("direct", [True, False])
-async def test_what_is_written_is_read_back(tmp_path: Path, direct: bool) -> None:
-    device = make(tmp_path, direct=direct)
-    await device.allocate(3)
-    assert await device.write([Transfer(3, PAGE, pages(1, 2, 3))]) is None
-    back = pages(0, 0)
-    assert await device.read([Transfer(3, 2 * PAGE, back)]) == [2 * PAGE]
-    assert [page[0] for page in back] == [2, 3]
-    device.close()
-
-
 async def test_files_belong_to_this_user_alone_and_are_as_long_as_what_is_used(
     tmp_path: Path,
 ) -> None:

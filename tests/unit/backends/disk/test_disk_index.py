@@ -41,6 +41,28 @@ records = strategies.builds(
 )
 
 
+def put_all(index: BlockIndex, first: int, given: list[bytes]) -> int:
+    count = len(given)
+    columns = [bytes(16)] * count, [b""] * count, [7] * count, [9] * count
+    return index.insert_run(first, given, *columns)
+
+
+def bulk_load(index: BlockIndex, given: list[bytes]) -> Dropped:
+    """Load a fresh index with keys, which lie one behind the other from its first slot on."""
+    bulk = BulkLoad(index, 1, 0)
+    slots = index.slots_per_region
+    for region, start in enumerate(range(0, len(given), slots)):
+        here = enumerate(given[start : start + slots])
+        entries = [Entry(slot, 1, key, bytes(16), b"") for slot, key in here]
+        writer = TableWriter(bytes(16), 0)
+        while added := writer.add(entries):
+            del entries[:added]
+            bulk.add_page(decode_table_untrusted(writer.encode(), bytes(16)))
+            writer.start_page()
+        bulk.end_region(region, region + 1)
+    return bulk.finish(len(given))
+
+
 def crowded(key: bytes) -> int:
     """Return a hash whose table is any, and whose home is one of three."""
     real = hash(key)
@@ -180,7 +202,7 @@ TestIndexSpec = IndexSpec.TestCase
 
 
 def test_keys_that_meet_in_one_place_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fingerprints may be equal: then the keys decide."""
+    """Fingerprints may be equal: then the keys decide. The place is the last: walks wrap around."""
     monkeypatch.setattr("builtins.hash", lambda _: 0xFFFFFFFF)
     index = BlockIndex(4, 8)
     numbered = [number.to_bytes(2, "big") for number in range(32)]
@@ -190,20 +212,9 @@ def test_keys_that_meet_in_one_place_are_told_apart(monkeypatch: pytest.MonkeyPa
         index.remove(key)
     for location, key in enumerate(numbered):
         assert index.get(key) == (None if location % 3 == 0 else location)
-
-
-def test_a_bulk_load_of_keys_that_meet_in_the_last_place_wraps_around(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("builtins.hash", lambda _: 0xFFFFFFFF)
     index = BlockIndex(4, 8)
-    bulk = BulkLoad(index, 1, 0)
-    writer = TableWriter(bytes(16), 0)
-    writer.add([Entry(slot, 1, bytes([slot]), bytes(16), b"") for slot in range(8)])
-    bulk.add_page(decode_table_untrusted(writer.encode(), bytes(16)))
-    bulk.end_region(2, 1)
-    bulk.finish(99)
-    assert [index.get(bytes([slot])) for slot in range(8)] == list(range(16, 24))
+    assert bulk_load(index, numbered) == Dropped(0, 0, 0, 0)
+    assert [index.get(key) for key in numbered] == list(range(32))
 
 
 def test_an_index_grows_with_what_is_stored_and_finds_all_of_it() -> None:
@@ -267,64 +278,6 @@ def test_an_index_takes_no_more_memory_a_block_than_is_planned_for_it() -> None:
     assert sum(map(sys.getsizeof, [*columns, *tables])) <= INDEX_BYTES_PER_BLOCK << 14
 
 
-def test_neighbours_are_found_up_to_a_gap_another_key_and_the_end_of_their_region() -> None:
-    index = BlockIndex(3, 8)
-    stored = [b"k%02d" % number for number in range(16)]
-    for region in (0, 1):
-        given = stored[8 * region : 8 * region + 8]
-        columns = [bytes(16)] * 8, [b""] * 8, [7] * 8, [9] * 8
-        index.insert_run(8 * region, given, *columns)
-    assert index.find(stored) == list(range(16))
-    assert index.find(stored[::-1]) == list(range(16))[::-1]
-    assert index.find([b"k00", b"k0", b"1k02", b"k03"]) == [0, None, None, 3]
-    index.remove(b"k05")
-    assert index.find(stored) == [*range(5), None, *range(6, 16)]
-    assert index.find([b"k04", b"k06"]) == [4, 6]
-
-
-def bulk_load(index: BlockIndex, given: list[bytes]) -> Dropped:
-    """Load a fresh index with keys, which lie one behind the other from its first slot on."""
-    bulk = BulkLoad(index, 1, 0)
-    slots = index.slots_per_region
-    for region, start in enumerate(range(0, len(given), slots)):
-        here = enumerate(given[start : start + slots])
-        entries = [Entry(slot, 1, key, bytes(16), b"") for slot, key in here]
-        writer = TableWriter(bytes(16), 0)
-        while added := writer.add(entries):
-            del entries[:added]
-            bulk.add_page(decode_table_untrusted(writer.encode(), bytes(16)))
-            writer.start_page()
-        bulk.end_region(region, region + 1)
-    return bulk.finish(len(given))
-
-
-def put_all(index: BlockIndex, first: int, given: list[bytes]) -> int:
-    count = len(given)
-    columns = [bytes(16)] * count, [b""] * count, [7] * count, [9] * count
-    return index.insert_run(first, given, *columns)
-
-
-@pytest.mark.parametrize("is_full", [False, True], ids=["in its table", "its table is full"])
-def test_a_key_that_is_there_already_keeps_its_place_and_the_new_one_stays_empty(
-    monkeypatch: pytest.MonkeyPatch, *, is_full: bool
-) -> None:
-    """Two blocks of one key would be counted twice, and the second be read for the first."""
-    if is_full:
-        monkeypatch.setattr(words_module, "TABLE_WORDS_MAX", 1)
-    index = BlockIndex(2, 8)
-    assert put_all(index, 0, [b"a", b"b", b"c"]) == 3
-    assert put_all(index, 8, [b"d", b"b", b"c", b"e"]) == 2
-    assert index.find([b"a", b"b", b"c", b"d", b"e"]) == [0, 1, 2, 8, 11]
-    assert len(index) == 5
-    assert [index.live(0), index.live(1)] == [3, 2]
-    assert list(index.slots_of(1)) == [0, 3]
-    assert index.key_at(9) is None
-    assert put_all(index, 9, [b"f", b"g"]) == 2
-    index.assert_invariants()
-    assert index.remove_all([b"b", b"never", b"e"]) == [b"b", b"e"]
-    assert index.find([b"b", b"c", b"e"]) == [None, 2, None]
-
-
 def test_a_region_that_has_no_block_any_more_gives_its_memory_back() -> None:
     """An index takes memory for what is stored, and not for what was once."""
     index = BlockIndex(2, 8)
@@ -336,15 +289,6 @@ def test_a_region_that_has_no_block_any_more_gives_its_memory_back() -> None:
     index.remove(b"a")
     index.release(0)
     assert index.slab(0, 1) is not before
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_neighbours_with_keys_of_different_lengths_are_found_to_the_last(count: int) -> None:
-    index = BlockIndex(2, 4)
-    given = [b"a", b"bb", b"ccc", b"d"][:count]
-    put_all(index, 4, given)
-    assert index.find(given) == list(range(4, 4 + count))
-    assert index.find([*given, b"e"]) == [*range(4, 4 + count), None]
 
 
 def zero_without_moving_back(words: words_module.Words, key: bytes, location: int) -> None:
@@ -383,48 +327,25 @@ def test_assertions_find_what_an_index_must_never_hold(
         index.assert_invariants()
 
 
-def test_a_slot_that_has_a_block_is_not_given_another() -> None:
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     index = BlockIndex(2, 4)
-    index.insert(b"a", 5, BlockRecord(bytes(16), 0, 0, b""))
-    with pytest.raises(InternalError):
-        index.insert(b"b", 5, BlockRecord(bytes(16), 0, 0, b""))
-    assert index.get(b"b") is None
+    record = BlockRecord(b"d" * 16, 0, 0, b"")
+    index.insert(b"a", 3, record)
+    with pytest.raises(InternalError):  # it has a block
+        index.insert(b"b", 3, record)
+    with pytest.raises(Misuse):
+        index.insert(b"b", 0, record._replace(digest=b"d" * 15))
+    with pytest.raises(Misuse):
+        index.insert(bytes(256), 0, record)
+    with pytest.raises(InternalError):  # neighbours beyond the end of their region
+        put_all(index, 7, [b"b", b"c"])
+    assert index.find([b"a", b"b", b"c"]) == [3, None, None]
+    assert index.record(3) == record
     assert len(index) == 1
-
-
-def test_a_digest_of_another_length_is_refused_and_moves_nothing() -> None:
-    index = BlockIndex(2, 4)
-    index.insert(b"a", 3, BlockRecord(b"d" * 16, 0, 0, b""))
-    with pytest.raises(Misuse):
-        index.insert(b"b", 0, BlockRecord(b"d" * 15, 0, 0, b""))
-    assert index.record(3).digest == b"d" * 16
-    assert index.get(b"b") is None
-
-
-def test_neighbours_that_do_not_fit_into_their_region_are_refused() -> None:
-    index = BlockIndex(2, 4)
-    with pytest.raises(InternalError):
-        index.insert_run(3, [b"a", b"b"], [bytes(16)] * 2, [b""] * 2, [0] * 2, [0] * 2)
-    assert len(index) == 0
-
-
-def test_what_is_too_much_is_refused() -> None:
-    with pytest.raises(Misuse):
-        BlockIndex(SLOTS_MAX, 2)
-    with pytest.raises(Misuse):
-        BlockIndex(1, (1 << 30) + 1)  # half a word names a location
+    for regions, slots in ((SLOTS_MAX, 2), (1, (1 << 30) + 1)):  # half a word names a location
+        with pytest.raises(Misuse):
+            BlockIndex(regions, slots)
     BlockIndex(1 << 10, 1 << 20)
-    with pytest.raises(Misuse):
-        BlockIndex(2, 2).insert(bytes(256), 0, BlockRecord(bytes(16), 0, 0, b""))
-
-
-def test_a_run_of_blocks_is_used_and_no_other_block() -> None:
-    index = BlockIndex(2, 6)
-    for slot in range(6):
-        index.insert(bytes([slot]), slot, BlockRecord(bytes(16), 1, 1, b""))
-    index.use(1, 9, 3)
-    assert [index.record(slot).used_s for slot in range(6)] == [1, 9, 9, 9, 1, 1]
-    assert {index.record(slot).stored_s for slot in range(6)} == {1}
 
 
 def test_what_was_stored_before_a_time_is_listed() -> None:

@@ -25,6 +25,7 @@ from tests.unit.backends.disk._disk import (
     CONTEXT,
     OTHER_CONTEXT,
     data_of,
+    key_options,
     open_disk,
 )
 
@@ -120,12 +121,16 @@ async def test_an_open_folder_is_listed_with_its_engine(tmp_path: Path) -> None:
     assert user_of(str(tmp_path / "kv")) is None
 
 
-async def test_looking_changes_nothing(tmp_path: Path) -> None:
+async def test_looking_verifies_all_blocks_of_a_sound_folder_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "kv"
     await fill(path)
     before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.iterdir()}
     listed(path)
-    assert not check(path).problems
+    checked = check(path)
+    assert (checked.problems, checked.blocks) == ([], BLOCKS)
+    assert checked.bytes_read == BLOCKS * BLOCK_BYTES
     after = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.iterdir()}
     assert after == before
 
@@ -173,29 +178,6 @@ async def test_a_damaged_superblock_is_told_and_what_is_left_removed(tmp_path: P
 # --- checking ---
 
 
-async def test_a_sound_folder_has_no_problem_and_all_its_blocks_verified(tmp_path: Path) -> None:
-    await fill(tmp_path / "kv")
-    checked = check(tmp_path / "kv")
-    assert checked.problems == []
-    assert checked.blocks == BLOCKS
-    assert checked.bytes_read == BLOCKS * BLOCK_BYTES
-
-
-async def test_a_flipped_bit_in_a_block_is_found_and_its_block_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "kv"
-    await fill(path)
-    flip(path, place_of(path, 37) + 5000)
-    (problem,) = check(path).problems
-    assert (problem.case, problem.size) == ("blocks_damaged", 1)
-    checked = check(path, repair=True)
-    assert (len(checked.problems), checked.repaired) == (1, 1)
-    checked = check(path)
-    assert (checked.problems, checked.blocks) == ([], BLOCKS - 1)
-    async with open_disk(path) as disk:
-        assert await disk.load(37) == [Outcome.ABSENT]
-        assert len(await disk.found(range(BLOCKS))) == BLOCKS - 1
-
-
 async def test_a_block_under_another_ones_key_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     await fill(path)
@@ -210,19 +192,26 @@ async def test_a_block_under_another_ones_key_is_damaged(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("at", "case"),
-    [(100, "region_damaged"), (4096 + 100, "table_torn"), (2 * 4096 + 100, "table_torn")],
+    ("at", "case", "lost"),
+    [
+        (100, "region_damaged", 16),
+        (4096 + 100, "table_torn", 0),
+        (2 * 4096 + 100, "table_torn", 1),
+        (None, "blocks_damaged", 1),
+    ],
+    ids=["header", "table", "its last version", "block 37"],
 )
-async def test_a_flipped_bit_in_a_header_or_a_table_has_its_name(
-    at: int, case: str, tmp_path: Path
+async def test_a_flipped_bit_has_its_name_is_repaired_and_the_rest_is_served(
+    at: int | None, case: str, lost: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "kv"
     await fill(path)
-    flip(path, at)
-    assert cases(check(path)) == {case}
-    check(path, repair=True)
+    flip(path, place_of(path, 37) + 5000 if at is None else at)
+    (problem,) = check(path).problems
+    assert (problem.case, problem.size) == (case, 1)
+    assert check(path, repair=True).repaired == 1
     checked = check(path)
-    assert checked.problems == []
+    assert (checked.problems, checked.blocks) == ([], BLOCKS - lost)
     async with open_disk(path) as disk:
         assert len(await disk.found(range(BLOCKS))) == checked.blocks
 
@@ -274,10 +263,8 @@ async def test_after_a_repair_of_any_damage_all_is_sound_and_served(
 
 
 async def test_encrypted_blocks_are_verified_with_the_key_only(tmp_path: Path) -> None:
-    path, keys = tmp_path / "kv", tmp_path / "keys"
-    keys.write_text(OLD)
-    keys.chmod(0o600)
-    await fill(path, encryption_key_file=str(keys))
+    path = tmp_path / "kv"
+    await fill(path, **key_options(tmp_path, OLD))
     keyring = parse_keys_untrusted(OLD)
     assert only(listed(path)).kind.key_id == keyring.current_id
     checked = check(path)

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import threading
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,13 +26,13 @@ from tests.unit.backends._media import (
     descriptors_left,
     mount,
     open_files,
-    tmpfs,
+    two_filesystems,
     unmount,
 )
 from tests.unit.backends.disk._disk import key_of, make_disk, open_disk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from kvtier_backends.disk.device import Transfer
@@ -53,41 +52,26 @@ TROUBLES = [
 ]
 
 
-@contextmanager
-def lstat_fails(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[None]:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(claim.os, "lstat", fail)
-        yield
-
-
-@pytest.mark.parametrize("number", TROUBLES, ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    ("number", "is_gone"),
+    [*((number, False) for number in TROUBLES), (errno.ENOENT, True), (errno.ENOTDIR, True)],
+    ids=lambda each: errno.errorcode[each] if each > 1 else None,
+)
 async def test_a_lock_that_cannot_be_looked_at_is_not_gone(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, is_gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_disk(tmp_path / "kv") as disk:
-        await disk.store(*range(20))
-        with lstat_fails(monkeypatch, number):
-            for _ in range(3):
-                await disk.backend.tick()
-        assert disk.lost == []
-        assert disk.count("folder_not_seen") == 3
-        assert disk.count("folder_vanished") == 0
-        assert await disk.found(range(20)) == list(range(20))
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, "sick")
 
-
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR], ids=errno.errorcode.get)
-async def test_a_lock_that_is_not_there_is_gone(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     async with open_disk(tmp_path / "kv") as disk:
         await disk.store(1)
-        with lstat_fails(monkeypatch, number):
+        with monkeypatch.context() as patch:
+            patch.setattr(claim.os, "lstat", fail)
             await disk.backend.tick()
-        assert disk.lost == [key_of(1)]
-        assert disk.count("folder_vanished") == 1
+        assert disk.lost == [key_of(1)] * is_gone
+        assert disk.count("folder_vanished") == is_gone
+        assert disk.count("folder_not_seen") == (not is_gone)
+        assert await disk.found([1]) == [1] * (not is_gone)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
@@ -148,51 +132,40 @@ async def test_a_folder_that_could_not_be_opened_is_used_once_it_can(
 @needs("mount")
 async def test_a_folder_on_a_filesystem_with_another_number_is_used_again(tmp_path: Path) -> None:
     """As after a remount of FUSE, NFS or btrfs: the files are the same, ``st_dev`` is another."""
-    with tmpfs(tmp_path / "first", "4m") as first, tmpfs(tmp_path / "second", "4m") as second:
-        place = tmp_path / "place"
-        place.mkdir()
-        mount("--bind", first, place)
-        try:
-            async with open_disk(place / "kv") as disk:
-                await disk.store(*range(20))
-                shutil.copytree(place / "kv", second / "kv")
-                unmount(place)
-                for _ in range(2):
-                    await disk.backend.tick()
-                assert await disk.store(50) == [Outcome.FAILED]
-                assert list(place.iterdir()) == [], "it is not made below the mount point"
-                mount("--bind", second, place)
-                await disk.backend.tick()
-                assert await disk.store(51) == [Outcome.DONE]
-                assert await disk.load(51) == [Outcome.DONE]
-                assert disk.count("folder_came_back") == 1
-                # From here on this is its filesystem: the folder may go and be made anew there.
-                (place / "kv").rename(place / "away")
-                for _ in range(2):
-                    await disk.backend.tick()
-                assert await disk.store(52) == [Outcome.DONE]
-        finally:
+    with two_filesystems(tmp_path) as (place, second):
+        async with open_disk(place / "kv") as disk:
+            await disk.store(*range(20))
+            shutil.copytree(place / "kv", second / "kv")
             unmount(place)
+            for _ in range(2):
+                await disk.backend.tick()
+            assert disk.count("blocks_lost_with_the_folder") == 20
+            assert await disk.store(50) == [Outcome.FAILED]
+            assert list(place.iterdir()) == [], "it is not made below the mount point"
+            mount("--bind", second, place)
+            await disk.backend.tick()
+            assert await disk.store(51) == [Outcome.DONE]
+            assert await disk.load(51) == [Outcome.DONE]
+            assert disk.count("folder_came_back") == 1
+            # From here on this is its filesystem: the folder may go and be made anew there.
+            (place / "kv").rename(place / "away")
+            for _ in range(2):
+                await disk.backend.tick()
+            assert await disk.store(52) == [Outcome.DONE]
 
 
 @needs("mount")
 async def test_another_folder_on_another_filesystem_is_left_alone(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "first", "4m") as first, tmpfs(tmp_path / "second", "4m") as second:
+    with two_filesystems(tmp_path) as (place, second):
         async with open_disk(second / "kv") as other:
             await other.store(*range(10))
-        place = tmp_path / "place"
-        place.mkdir()
-        mount("--bind", first, place)
-        try:
-            async with open_disk(place / "kv") as disk:
-                await disk.store(1)
-                unmount(place)
-                mount("--bind", second, place)
-                for _ in range(3):
-                    await disk.backend.tick()
-                assert await disk.store(2) == [Outcome.FAILED]
-        finally:
+        async with open_disk(place / "kv") as disk:
+            await disk.store(1)
             unmount(place)
+            mount("--bind", second, place)
+            for _ in range(3):
+                await disk.backend.tick()
+            assert await disk.store(2) == [Outcome.FAILED]
         async with open_disk(second / "kv") as other:
             assert await other.found(range(10)) == list(range(10))
 

@@ -34,6 +34,7 @@ from tests.unit.backends.disk._disk import (
     data_of,
     folder_bytes,
     key_of,
+    key_options,
     make_disk,
     open_disk,
 )
@@ -103,16 +104,6 @@ async def test_purge_by_age_takes_the_old_blocks_and_their_bytes(tmp_path: Path)
     assert purge(path, RegionSelection(1001)) == 0
 
 
-async def test_purge_of_a_namespace_leaves_the_others(tmp_path: Path) -> None:
-    path = tmp_path / "kv"
-    await fill(path, range(40), 1000)
-    await fill(path, range(40, 60), 1000, context=OTHER_CONTEXT)
-    assert purge(path, RegionSelection(1 << 40, OTHER)) == 20
-    assert on_disk(path, range(60)) == list(range(40))
-    async with open_disk(path) as disk:
-        assert await disk.found(range(60)) == list(range(40))
-
-
 async def test_purge_of_all_leaves_no_byte_and_gives_the_disk_space_back(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     await fill(path, range(100), 1000)
@@ -172,10 +163,7 @@ async def test_without_holes_zeros_are_written(
 
 
 async def test_encrypted_blocks_are_purged_without_their_key(tmp_path: Path) -> None:
-    path, keys = tmp_path / "kv", tmp_path / "keys"
-    keys.write_text("11" * 32)
-    keys.chmod(0o600)
-    options: dict[str, Any] = {"encryption_key_file": str(keys)}
+    path, options = tmp_path / "kv", key_options(tmp_path, "11" * 32)
     await fill(path, range(20), 1000, **options)
     await fill(path, range(20, 50), 2000, **options)
     assert purge(path, RegionSelection(1001)) == 20

@@ -12,7 +12,7 @@ from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk.folder.claim import read_superblock
 from kvtier_backends.disk.format import PAGE_BYTES
 from tests.support.needs import needs
-from tests.unit.backends._media import mount, tmpfs, unmount
+from tests.unit.backends._media import mount, two_filesystems, unmount
 from tests.unit.backends.disk._disk import open_disk
 
 if TYPE_CHECKING:
@@ -111,24 +111,18 @@ async def test_a_folder_that_lost_its_superblock_is_used_again_after_a_remount(
     Under another device number the folder is known by its superblock alone, and that had been
     harmed a second before.
     """
-    with tmpfs(tmp_path / "first", "4m") as first, tmpfs(tmp_path / "second", "4m") as second:
-        place = tmp_path / "place"
-        place.mkdir()
-        mount("--bind", first, place)
-        try:
-            async with open_disk(place / "kv") as disk:
-                await disk.store(1)
-                folder_id = read_superblock(str(place / "kv")).folder_id
-                delete(place / "kv" / "superblock")
-                await disk.backend.tick()
-                shutil.copytree(place / "kv", second / "kv")
-                unmount(place)
-                for _ in range(2):
-                    await disk.backend.tick()
-                mount("--bind", second, place)
-                await disk.backend.tick()
-                assert disk.count("folder_came_back") == 1
-                assert await disk.store(2) == [Outcome.DONE]
-                assert read_superblock(str(place / "kv")).folder_id == folder_id
-        finally:
+    with two_filesystems(tmp_path) as (place, second):
+        async with open_disk(place / "kv") as disk:
+            await disk.store(1)
+            folder_id = read_superblock(str(place / "kv")).folder_id
+            delete(place / "kv" / "superblock")
+            await disk.backend.tick()
+            shutil.copytree(place / "kv", second / "kv")
             unmount(place)
+            for _ in range(2):
+                await disk.backend.tick()
+            mount("--bind", second, place)
+            await disk.backend.tick()
+            assert disk.count("folder_came_back") == 1
+            assert await disk.store(2) == [Outcome.DONE]
+            assert read_superblock(str(place / "kv")).folder_id == folder_id
