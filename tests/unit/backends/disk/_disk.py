@@ -131,6 +131,16 @@ async def open_disk(
         await backend.close()
 
 
+async def fill(
+    path: Path, blocks: int, context: BackendContext = CONTEXT, **options: Any
+) -> list[int]:
+    """Store so many blocks, five at once; returns their numbers."""
+    async with open_disk(path, context, **options) as disk:
+        for first in range(0, blocks, 5):
+            assert await disk.store(*range(first, first + 5)) == [Outcome.DONE] * 5
+    return list(range(blocks))
+
+
 def folder_bytes(path: Path) -> int:
     """Return what the folder holds, by length and by blocks, whichever is more."""
     files = list(files_of(path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +15,7 @@ from tests.unit.backends._seeds import seeds
 from tests.unit.backends.disk._disk import (
     CAPACITY_BYTES,
     OTHER_CONTEXT,
+    fill,
     folder_bytes,
     make_disk,
     open_disk,
@@ -26,13 +27,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 BLOCKS = 120
-
-
-async def fill(path: Path, **options: Any) -> list[int]:
-    async with open_disk(path, **options) as disk:
-        for first in range(0, BLOCKS, 5):
-            assert await disk.store(*range(first, first + 5)) == [Outcome.DONE] * 5
-    return list(range(BLOCKS))
 
 
 def segments(path: Path) -> list[Path]:
@@ -73,13 +67,16 @@ def zero(path: Path, rng: random.Random) -> None:
         file.write(bytes(min(rng.randrange(1, 200_000), path.stat().st_size - start)))
 
 
+DAMAGES = [flip_bits, truncate, swap_pages, zero]
+
+
 @pytest.mark.parametrize("seed", seeds(5, of=12))
-@pytest.mark.parametrize("damage", [flip_bits, truncate, swap_pages, zero])
+@pytest.mark.parametrize("damage", DAMAGES)
 async def test_no_damage_to_a_segment_makes_a_wrong_block(
     damage: Callable[[Path, random.Random], None], seed: int, tmp_path: Path
 ) -> None:
     """``load`` of the bench asserts that what passes its digest is what was stored."""
-    numbers = await fill(tmp_path / "kv")
+    numbers = await fill(tmp_path / "kv", BLOCKS)
     rng = random.Random(seed)
     damage(rng.choice(segments(tmp_path / "kv")), rng)
     async with open_disk(tmp_path / "kv") as disk:
@@ -99,7 +96,7 @@ async def test_damage_under_a_running_engine_is_no_wrong_block_either(
     seed: int, tmp_path: Path
 ) -> None:
     rng = random.Random(seed)
-    numbers = await fill(tmp_path / "kv")
+    numbers = await fill(tmp_path / "kv", BLOCKS)
     async with open_disk(tmp_path / "kv", direct=False) as disk:
         outcomes: list[Outcome] = []
         for damage in (flip_bits, zero, truncate):
@@ -111,7 +108,7 @@ async def test_damage_under_a_running_engine_is_no_wrong_block_either(
 
 async def test_a_segment_that_is_gone_costs_its_blocks_only(tmp_path: Path) -> None:
     path = tmp_path / "kv"
-    await fill(path)
+    await fill(path, BLOCKS)
     segments(path)[0].unlink()
     async with open_disk(path) as disk:
         assert await disk.found(range(BLOCKS)) == []
@@ -138,7 +135,7 @@ async def test_a_segment_that_goes_under_an_engine_serves_until_it_ends(
 
 async def test_one_copy_of_the_superblock_is_enough(tmp_path: Path) -> None:
     path = tmp_path / "kv"
-    numbers = await fill(path)
+    numbers = await fill(path, BLOCKS)
     for damaged in (0, 1):
         raw = bytearray((path / "superblock").read_bytes())
         good = bytes(raw)
@@ -152,7 +149,7 @@ async def test_one_copy_of_the_superblock_is_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["gone", "damaged", "other version"])
 async def test_without_its_superblock_a_folder_begins_anew(what: str, tmp_path: Path) -> None:
     path = tmp_path / "kv"
-    numbers = await fill(path)
+    numbers = await fill(path, BLOCKS)
     superblock = path / "superblock"
     page = superblock.read_bytes()[:4096]
     if what == "gone":
@@ -172,7 +169,7 @@ async def test_without_its_superblock_a_folder_begins_anew(what: str, tmp_path: 
 
 async def test_segments_from_another_folder_are_not_served(tmp_path: Path) -> None:
     """Keys and namespace fit, yet nobody knows whether these bytes belong to this engine."""
-    numbers = await fill(tmp_path / "a")
+    numbers = await fill(tmp_path / "a", BLOCKS)
     async with open_disk(tmp_path / "b") as disk:
         await disk.store(500)
     shutil.copy(segments(tmp_path / "a")[0], segments(tmp_path / "b")[0])
@@ -182,7 +179,7 @@ async def test_segments_from_another_folder_are_not_served(tmp_path: Path) -> No
 
 
 async def test_a_whole_folder_that_was_copied_is_served(tmp_path: Path) -> None:
-    numbers = await fill(tmp_path / "a")
+    numbers = await fill(tmp_path / "a", BLOCKS)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     async with open_disk(tmp_path / "b") as disk, open_disk(tmp_path / "a") as original:
         assert await disk.found(numbers) == await original.found(numbers) == numbers
@@ -191,7 +188,7 @@ async def test_a_whole_folder_that_was_copied_is_served(tmp_path: Path) -> None:
 async def test_another_models_blocks_are_neither_served_nor_overwritten_first(
     tmp_path: Path,
 ) -> None:
-    numbers = await fill(tmp_path / "kv")
+    numbers = await fill(tmp_path / "kv", BLOCKS)
     async with open_disk(tmp_path / "kv", OTHER_CONTEXT) as disk:
         assert await disk.found(numbers) == []
         assert disk.count("region_foreign") > 0
@@ -202,7 +199,7 @@ async def test_another_models_blocks_are_neither_served_nor_overwritten_first(
 
 async def test_a_smaller_capacity_cuts_the_folder(tmp_path: Path) -> None:
     path = tmp_path / "kv"
-    numbers = await fill(path)
+    numbers = await fill(path, BLOCKS)
     assert folder_bytes(path) > CAPACITY_BYTES // 2
     async with open_disk(path, capacity_bytes=CAPACITY_BYTES // 2) as disk:
         assert folder_bytes(path) <= CAPACITY_BYTES // 2
@@ -215,13 +212,13 @@ async def test_a_smaller_capacity_cuts_the_folder(tmp_path: Path) -> None:
 
 
 async def test_a_larger_capacity_keeps_what_is_there(tmp_path: Path) -> None:
-    numbers = await fill(tmp_path / "kv")
+    numbers = await fill(tmp_path / "kv", BLOCKS)
     async with open_disk(tmp_path / "kv", capacity_bytes=4 * CAPACITY_BYTES) as disk:
         assert await disk.found(numbers) == numbers
 
 
 async def test_other_region_bytes_begin_anew(tmp_path: Path) -> None:
-    numbers = await fill(tmp_path / "kv")
+    numbers = await fill(tmp_path / "kv", BLOCKS)
     async with open_disk(tmp_path / "kv", region_bytes=1 << 18) as disk:
         assert await disk.found(numbers) == []
         assert disk.count("folder_other_layout") == 1

@@ -23,6 +23,7 @@ from tests.support.patience import PATIENCE_S
 from tests.unit.backends._media import tmpfs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.anyio
@@ -54,11 +55,17 @@ def make(folder: Path, said: Said | None = None, *, direct: bool = True) -> File
     )
 
 
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[FileDevice]:
+    made = make(tmp_path)
+    yield made
+    made.close()
+
+
 async def test_pages_do_not_wait_for_the_data_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: FileDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A header waited for all batches in front of it, and all stores waited for the header."""
-    device = make(tmp_path)
     await device.allocate(0)
     held, write = threading.Event(), os.pwritev
     large = memoryview(mmap.mmap(-1, 2 * PAGES_BYTES_MAX))
@@ -77,13 +84,11 @@ async def test_pages_do_not_wait_for_the_data_of_others(
             assert await device.write([Transfer(1, 0, pages(1))]) is None
         assert device.busy() == 4
         held.set()
-    device.close()
 
 
 async def test_files_belong_to_this_user_alone_and_are_as_long_as_what_is_used(
-    tmp_path: Path,
+    device: FileDevice, tmp_path: Path
 ) -> None:
-    device = make(tmp_path)
     await device.allocate(2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["segment-00001.kv"]
     (path,) = tmp_path.iterdir()
@@ -91,21 +96,21 @@ async def test_files_belong_to_this_user_alone_and_are_as_long_as_what_is_used(
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_size == REGION_BYTES
     assert status.st_blocks * 512 >= REGION_BYTES
-    device.close()
 
 
-async def test_missing_bytes_are_a_short_read_and_no_error(tmp_path: Path) -> None:
-    device = make(tmp_path)
+async def test_missing_bytes_are_a_short_read_and_no_error(
+    device: FileDevice, tmp_path: Path
+) -> None:
     assert await device.read([Transfer(0, 0, pages(0))]) == [0]
     await device.allocate(0)
     os.truncate(tmp_path / "segment-00000.kv", 2 * PAGE)
     assert await device.read([Transfer(0, PAGE, pages(0, 0))]) == [PAGE]
     assert await device.read([Transfer(0, 4 * PAGE, pages(0))]) == [0]
-    device.close()
 
 
-async def test_what_comes_behind_a_write_that_fails_is_not_written(tmp_path: Path) -> None:
-    device = make(tmp_path)
+async def test_a_transfer_that_fails_ends_a_write_and_takes_nothing_from_other_reads(
+    device: FileDevice, tmp_path: Path
+) -> None:
     await device.allocate(0)
     (tmp_path / "segment-00001.kv").mkdir()
     problem = await device.write(
@@ -114,22 +119,10 @@ async def test_what_comes_behind_a_write_that_fails_is_not_written(tmp_path: Pat
     assert problem is not None
     assert problem.errno == errno.EISDIR
     back = pages(0)
-    assert await device.read([Transfer(0, 0, back)]) == [PAGE]
-    assert back[0][0] == 1
-    device.close()
-
-
-async def test_a_read_that_fails_takes_nothing_from_the_others(tmp_path: Path) -> None:
-    device = make(tmp_path)
-    await device.allocate(0)
-    assert await device.write([Transfer(0, 0, pages(2))]) is None
-    (tmp_path / "segment-00001.kv").mkdir()
-    back = pages(0)
     ends = await device.read([Transfer(2, 0, pages(0)), Transfer(0, 0, back)])
     assert isinstance(ends[0], OSError)
     assert ends[1] == PAGE
-    assert back[0][0] == 2
-    device.close()
+    assert back[0][0] == 1
 
 
 async def test_buffers_that_o_direct_refuses_go_through_the_page_cache(tmp_path: Path) -> None:
@@ -170,16 +163,14 @@ async def test_a_filesystem_without_o_direct_is_asked_once(
 
 
 async def test_a_transfer_of_more_buffers_than_the_kernel_takes_is_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: FileDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_module, "_BUFFERS_MAX", 2)
-    device = make(tmp_path)
     await device.allocate(0)
     assert await device.write([Transfer(0, 0, pages(1, 2, 3, 4, 5))]) is None
     back = pages(0, 0, 0, 0, 0)
     assert await device.read([Transfer(0, 0, back)]) == [5 * PAGE]
     assert [page[0] for page in back] == [1, 2, 3, 4, 5]
-    device.close()
 
 
 def test_a_transfer_that_stops_short_goes_on_where_it_stopped() -> None:
@@ -208,8 +199,7 @@ async def test_a_full_disk_says_so_when_a_region_is_allocated(tmp_path: Path) ->
         device.close()
 
 
-async def test_after_close_nothing_is_opened_any_more(tmp_path: Path) -> None:
-    device = make(tmp_path)
+async def test_after_close_nothing_is_opened_any_more(device: FileDevice) -> None:
     await device.allocate(0)
     device.close()
     assert device.busy() == 0

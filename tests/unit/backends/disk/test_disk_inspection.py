@@ -25,24 +25,20 @@ from tests.unit.backends.disk._disk import (
     CONTEXT,
     OTHER_CONTEXT,
     data_of,
+    fill,
     key_options,
     open_disk,
 )
+from tests.unit.backends.disk.test_disk_damage import DAMAGES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-    from kvtier.plugin_api.backend import BackendContext
 
 pytestmark = pytest.mark.anyio
 BLOCKS = 60
 OLD = "11" * 32
-
-
-async def fill(path: Path, context: BackendContext = CONTEXT, **options: object) -> None:
-    async with open_disk(path, context, **options) as disk:
-        for first in range(0, BLOCKS, 5):
-            assert await disk.store(*range(first, first + 5)) == [Outcome.DONE] * 5
 
 
 def listed(path: Path) -> Listing:
@@ -88,7 +84,7 @@ def place_of(path: Path, number: int) -> int:
 
 async def test_a_listing_counts_each_namespace_and_each_key_once(tmp_path: Path) -> None:
     path = tmp_path / "kv"
-    await fill(path)
+    await fill(path, BLOCKS)
     async with open_disk(path, OTHER_CONTEXT) as disk:
         await disk.store(1, 2, 3)
         await disk.remove(1)
@@ -125,7 +121,7 @@ async def test_looking_verifies_all_blocks_of_a_sound_folder_and_changes_nothing
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "kv"
-    await fill(path)
+    await fill(path, BLOCKS)
     before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.iterdir()}
     listed(path)
     checked = check(path)
@@ -153,14 +149,14 @@ async def test_a_folder_of_another_version_is_refused(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(fmt, "FORMAT_VERSION", 9)
-        await fill(tmp_path / "kv")
+        await fill(tmp_path / "kv", BLOCKS)
     with pytest.raises(ConfigError, match=r"another version of kvtier \(version 9"):
         Folder(str(tmp_path / "kv"))
 
 
 async def test_a_damaged_superblock_is_told_and_what_is_left_removed(tmp_path: Path) -> None:
     path = tmp_path / "kv"
-    await fill(path)
+    await fill(path, BLOCKS)
     sound = (path / "superblock").read_bytes()
     (path / "superblock").write_bytes(b"x" + sound[1:])
     assert cases(check(path)) == {"superblock_copy_damaged"}
@@ -180,7 +176,7 @@ async def test_a_damaged_superblock_is_told_and_what_is_left_removed(tmp_path: P
 
 async def test_a_block_under_another_ones_key_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "kv"
-    await fill(path)
+    await fill(path, BLOCKS)
     raw = bytearray(segment(path).read_bytes())
     here, there = place_of(path, 10), place_of(path, 20)
     raw[here : here + BLOCK_BYTES], raw[there : there + BLOCK_BYTES] = (
@@ -205,7 +201,7 @@ async def test_a_flipped_bit_has_its_name_is_repaired_and_the_rest_is_served(
     at: int | None, case: str, lost: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "kv"
-    await fill(path)
+    await fill(path, BLOCKS)
     flip(path, place_of(path, 37) + 5000 if at is None else at)
     (problem,) = check(path).problems
     assert (problem.case, problem.size) == (case, 1)
@@ -217,8 +213,8 @@ async def test_a_flipped_bit_has_its_name_is_repaired_and_the_rest_is_served(
 
 
 async def test_a_region_of_another_folder_is_named_and_erased(tmp_path: Path) -> None:
-    await fill(tmp_path / "kv")
-    await fill(tmp_path / "other")
+    await fill(tmp_path / "kv", BLOCKS)
+    await fill(tmp_path / "other", BLOCKS)
     with Folder(str(tmp_path / "kv")) as folder:
         size = folder.superblock.region_bytes
     raw = bytearray(segment(tmp_path / "kv").read_bytes())
@@ -231,23 +227,15 @@ async def test_a_region_of_another_folder_is_named_and_erased(tmp_path: Path) ->
     assert checked.regions["region_never_used"] >= 2
 
 
-@pytest.mark.parametrize("seed", seeds(10, of=20))
+@pytest.mark.parametrize("seed", seeds(3, of=6))
+@pytest.mark.parametrize("damage", DAMAGES)
 async def test_after_a_repair_of_any_damage_all_is_sound_and_served(
-    seed: int, tmp_path: Path
+    damage: Callable[[Path, random.Random], None], seed: int, tmp_path: Path
 ) -> None:
-    """Flips, zeros and cuts at random; what a check calls sound, an engine must serve."""
+    """What a check calls sound, an engine must serve."""
     path = tmp_path / "kv"
-    await fill(path)
-    rng = random.Random(seed)
-    size = segment(path).stat().st_size
-    for _ in range(rng.randrange(1, 40)):
-        flip(path, rng.randrange(size))
-    if seed % 3 == 0:
-        os.truncate(segment(path), rng.randrange(size))
-    if seed % 3 == 1:
-        with segment(path).open("r+b") as file:
-            file.seek(rng.randrange(size // 2))
-            file.write(bytes(rng.randrange(100_000)))
+    await fill(path, BLOCKS)
+    damage(segment(path), random.Random(seed))
     before = check(path)
     repaired = check(path, repair=True)
     assert repaired.problems == before.problems
@@ -264,7 +252,7 @@ async def test_after_a_repair_of_any_damage_all_is_sound_and_served(
 
 async def test_encrypted_blocks_are_verified_with_the_key_only(tmp_path: Path) -> None:
     path = tmp_path / "kv"
-    await fill(path, **key_options(tmp_path, OLD))
+    await fill(path, BLOCKS, **key_options(tmp_path, OLD))
     keyring = parse_keys_untrusted(OLD)
     assert only(listed(path)).kind.key_id == keyring.current_id
     checked = check(path)
@@ -321,7 +309,7 @@ async def test_a_table_page_that_is_being_written_is_read_again(
     """Different bytes each time: an engine is at it. Once it rests, the page is sound."""
     monkeypatch.setattr(inspection, "INSPECT_AGAIN_S", 0)
     path = tmp_path / "kv"
-    await fill(path)
+    await fill(path, BLOCKS)
     real = RegionFiles.read
     reads = 0
 
@@ -345,7 +333,7 @@ async def test_a_block_that_goes_while_it_is_checked_is_skipped(
 ) -> None:
     """As when the region is opened anew between the look at its table and the read."""
     path = tmp_path / "kv"
-    await fill(path)
+    await fill(path, BLOCKS)
     real = Checker._read
     calls = 0
 

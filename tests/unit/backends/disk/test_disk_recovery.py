@@ -20,10 +20,16 @@ from kvtier_backends.disk.folder.recovery import (
     page_case,
     region_case,
 )
-from kvtier_backends.disk.format import RegionHeader
 from kvtier_backends.disk.log.index import BlockIndex, BulkLoad
-from tests.unit.backends.disk._log import CAPACITY, KEYS, REGIONS, SLOTS, begun, fresh_disk
-from tests.unit.backends.disk._log import GEOMETRY as LOG_GEOMETRY
+from tests.unit.backends.disk._log import (
+    CAPACITY,
+    GEOMETRY,
+    KEYS,
+    REGIONS,
+    SLOTS,
+    begun,
+    fresh_disk,
+)
 from tests.unit.backends.disk._simulated import SimulatedDevice
 
 if TYPE_CHECKING:
@@ -31,7 +37,6 @@ if TYPE_CHECKING:
 
     from kvtier_backends.disk.device import Transfer
 
-GEOMETRY = fmt.make_region_geometry(fmt.region_bytes_for(8, 4096), 4096)
 EXPECTED = Expected(b"f" * 16, b"n" * 16, {fmt.NO_KEY_ID}, GEOMETRY)
 HEADER = fmt.RegionHeader(
     folder_id=b"f" * 16,
@@ -40,24 +45,19 @@ HEADER = fmt.RegionHeader(
     key_id=fmt.NO_KEY_ID,
     number=3,
     sequence=9,
-    block_bytes=4096,
-    stride=4096,
-    slots=8,
+    block_bytes=GEOMETRY.block_bytes,
+    stride=GEOMETRY.stride,
+    slots=GEOMETRY.slots,
     table_pages=GEOMETRY.table_pages,
     created_s=0,
 )
+"""As the engine of ``_log.py`` would have written it."""
 
 
 @pytest.mark.parametrize("cases", [FOLDER_CASES, REGION_CASES, PAGE_CASES], ids=lambda c: c[0].name)
 def test_every_combination_of_facts_has_exactly_one_case(cases: Sequence[Case]) -> None:
     for facts in itertools.product((False, True), repeat=len(cases[0].facts)):
         assert sum(case.matches(facts) for case in cases) == 1, facts
-
-
-def test_every_case_has_a_name_of_its_own() -> None:
-    names = [case.name for case in (*FOLDER_CASES, *REGION_CASES, *PAGE_CASES)]
-    assert len(set(names)) == len(names)
-    assert set(names) >= UNREMARKABLE
 
 
 def reseal(page: bytes, at: int, new: bytes) -> bytes:
@@ -78,50 +78,34 @@ REGION_PAGES = {
 }
 
 
-def test_each_kind_of_region_is_told_from_the_others() -> None:
-    assert set(REGION_PAGES) == {case.name for case in REGION_CASES}
-    assert {
-        name: region_case(page, 3, EXPECTED)[0].name for name, page in REGION_PAGES.items()
-    } == {name: name for name in REGION_PAGES}
+TABLE = fmt.TableWriter(b"i" * 16, 0).encode()
+TABLE_PAGES = {
+    "table_unused": bytes(4096),
+    "table_torn": TABLE[:512] + b"x" * 3584,
+    "table_other_version": reseal(TABLE, 8, b"\x02"),
+    "table_left_over": fmt.TableWriter(b"j" * 16, 0).encode(),
+    "table_sound": TABLE,
+}
+FOLDERS = {
+    "folder_new": (fmt.Refusal.BLANK, False),
+    "folder_damaged": (fmt.Refusal.DAMAGED, False),
+    "folder_other_version": (fmt.Refusal.OTHER_VERSION, False),
+    "folder_other_layout": (None, False),
+    "folder_sound": (None, True),
+}
 
 
-def test_each_kind_of_table_page_is_told_from_the_others() -> None:
-    sound = fmt.TableWriter(b"i" * 16, 0).encode()
-    pages = {
-        "table_unused": bytes(4096),
-        "table_torn": sound[:512] + b"x" * 3584,
-        "table_other_version": reseal(sound, 8, b"\x02"),
-        "table_left_over": fmt.TableWriter(b"j" * 16, 0).encode(),
-        "table_sound": sound,
-    }
-    assert set(pages) == {case.name for case in PAGE_CASES}
-    for name, page in pages.items():
+def test_each_case_is_told_from_the_others() -> None:
+    for name, page in REGION_PAGES.items():
+        assert region_case(page, 3, EXPECTED)[0].name == name
+    for name, page in TABLE_PAGES.items():
         assert page_case(page, b"i" * 16)[0].name == name
-
-
-def test_each_kind_of_folder_is_told_from_the_others() -> None:
-    kinds = fmt.Refusal
-    assert folder_case(kinds.BLANK, layout_fits=False).name == "folder_new"
-    assert folder_case(kinds.DAMAGED, layout_fits=False).name == "folder_damaged"
-    assert folder_case(kinds.OTHER_VERSION, layout_fits=False).name == "folder_other_version"
-    assert folder_case(None, layout_fits=False).name == "folder_other_layout"
-    assert folder_case(None, layout_fits=True).name == "folder_sound"
-
-
-OURS = RegionHeader(
-    folder_id=b"f" * 16,
-    incarnation=b"i" * 16,
-    namespace=b"n" * 16,
-    key_id=fmt.NO_KEY_ID,
-    number=0,
-    sequence=3,
-    block_bytes=LOG_GEOMETRY.block_bytes,
-    stride=LOG_GEOMETRY.stride,
-    slots=LOG_GEOMETRY.slots,
-    table_pages=LOG_GEOMETRY.table_pages,
-    created_s=0,
-)
-"""The header of a region that the engine of ``_log.py`` would have written."""
+    for name, (refusal, layout_fits) in FOLDERS.items():
+        assert folder_case(refusal, layout_fits=layout_fits).name == name
+    shown = [*FOLDERS, *REGION_PAGES, *TABLE_PAGES]
+    assert shown == [case.name for case in (*FOLDER_CASES, *REGION_CASES, *PAGE_CASES)]
+    assert len(set(shown)) == len(shown)
+    assert set(shown) >= UNREMARKABLE
 
 
 async def recover(
@@ -130,7 +114,7 @@ async def recover(
     """Return what an engine of that namespace finds, and the index of it."""
     threads = DaemonThreads(1, "test")
     index = BlockIndex(REGIONS, SLOTS)
-    expected = Expected(b"f" * 16, namespace, {fmt.NO_KEY_ID}, LOG_GEOMETRY)
+    expected = Expected(b"f" * 16, namespace, {fmt.NO_KEY_ID}, GEOMETRY)
     reading = recovery.Recovery(device, expected, threads, BulkLoad(index, 1000, 0))
     found = await reading.run(REGIONS, CAPACITY)
     threads.stop()
@@ -161,10 +145,10 @@ async def test_the_highest_sequence_is_that_of_all_regions_served_or_not() -> No
     """
     disk = fresh_disk()
     left = [
-        OURS,
-        replace(OURS, number=1, sequence=40, namespace=b"m" * 16),
-        replace(OURS, number=2, sequence=50, slots=7),
-        replace(OURS, number=3, sequence=99, folder_id=b"g" * 16),  # of another folder: no matter
+        replace(HEADER, number=0),
+        replace(HEADER, number=1, sequence=40, namespace=b"m" * 16),
+        replace(HEADER, number=2, sequence=50, slots=7),
+        replace(HEADER, number=3, sequence=99, folder_id=b"g" * 16),  # of another folder: no matter
     ]
     for header in left:
         disk.write(header.number, 0, fmt.encode_header(header))
@@ -181,9 +165,9 @@ async def test_what_may_be_of_use_to_others_is_overwritten_last_and_the_oldest_o
     monkeypatch.setattr(recovery, "READ_AGAIN_PAUSE_S", 0.0)
     disk = fresh_disk()
     for header in (
-        replace(OURS, number=1, sequence=40, namespace=b"m" * 16),
-        replace(OURS, number=2, sequence=20, namespace=b"m" * 16),
-        replace(OURS, number=4, sequence=30, key_id=b"k" * 16),
+        replace(HEADER, number=1, sequence=40, namespace=b"m" * 16),
+        replace(HEADER, number=2, sequence=20, namespace=b"m" * 16),
+        replace(HEADER, number=4, sequence=30, key_id=b"k" * 16),
     ):
         disk.write(header.number, 0, fmt.encode_header(header))
     device = SimulatedDevice(disk)
