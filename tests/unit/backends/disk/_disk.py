@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
     from pathlib import Path
 
+    from kvtier_backends.disk.log.block_log import BlockLog
+
 BLOCK_BYTES = 8192
 CAPACITY_BYTES = 2 << 20
 CONTEXT = BackendContext(BLOCK_BYTES, Namespace({"model_name": "org/m", "dtype": "bf16"}), "1:disk")
@@ -54,6 +56,19 @@ class Disk:
         self.slots = SlotMemory.anonymous(64, self.block_bytes)
         self.lost: list[bytes] = []
         backend.on_lost = self.lost.extend
+
+    @property
+    def log(self) -> BlockLog:
+        assert self.backend._log is not None
+        return self.backend._log
+
+    @property
+    def capacity(self) -> int:
+        assert self.backend.traits.capacity_blocks is not None
+        return self.backend.traits.capacity_blocks
+
+    def contents(self) -> list[bytes]:
+        return [key for keys in self.backend.contents() for key in keys]
 
     async def store(self, *numbers: int) -> list[Outcome]:
         blocks = []
@@ -89,8 +104,7 @@ class Disk:
 
     async def come_to_rest(self) -> None:
         """Wait for what a store leaves behind: a region that is opened or emptied ahead."""
-        assert self.backend._log is not None
-        await self.backend._log.calls.wait_idle()
+        await self.log.calls.wait_idle()
 
     def count(self, name: str) -> int:
         return self.backend.counters().get(name, 0)

@@ -30,9 +30,8 @@ async def store_for_ever(
 ) -> None:
     """Keep the newest blocks, as many as fit; each line is a block that was acknowledged."""
     async with open_disk(path, context, capacity_bytes=capacity_bytes) as disk:
-        capacity = disk.backend.traits.capacity_blocks
-        assert capacity is not None
-        resident = deque(key for keys in disk.backend.contents() for key in keys)
+        capacity = disk.capacity
+        resident = deque(disk.contents())
         os.write(said, b"ready\n")
         number = first
         while True:

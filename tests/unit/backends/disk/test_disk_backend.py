@@ -78,7 +78,7 @@ async def test_the_smallest_capacity_that_is_named_in_the_refusal_works(tmp_path
     with pytest.raises(ConfigError, match=f"{least} or more"):
         make_disk(tmp_path / "kv", capacity_bytes=least - 1)
     async with open_disk(tmp_path / "kv", capacity_bytes=least) as disk:
-        assert disk.backend.traits.capacity_blocks == 1
+        assert disk.capacity == 1
         for number in range(20):
             assert await disk.store(number) == [Outcome.DONE]
             assert await disk.load(number) == [Outcome.DONE]
@@ -184,9 +184,8 @@ async def test_the_folder_never_holds_more_than_its_capacity(
         # Blocks that are reinserted still open, beside others under the key of before.
         options = key_options(tmp_path, *keys[1 - life // 2 :])
         async with open_disk(path, **options) as disk:
-            capacity = disk.backend.traits.capacity_blocks
-            assert capacity is not None
-            there = {key for keys in disk.backend.contents() for key in keys}
+            capacity = disk.capacity
+            there = set(disk.contents())
             assert len(there) <= capacity
             resident = [number for number in range(next_number) if key_of(number) in there]
             assert await disk.found(resident) == resident
@@ -214,15 +213,13 @@ async def test_after_a_restart_no_more_than_the_capacity_is_there_in_the_order_o
 ) -> None:
     """What was removed is in the tables still; it must not crowd out what was not."""
     async with open_disk(tmp_path / "kv") as disk:
-        capacity = disk.backend.traits.capacity_blocks
-        assert capacity is not None
+        capacity = disk.capacity
         for number in range(capacity + 12):
             if number >= capacity:
                 await disk.remove(number - capacity)
             assert await disk.store(number) == [Outcome.DONE]
     async with open_disk(tmp_path / "kv") as disk:
-        kept = [key for keys in disk.backend.contents() for key in keys]
-        assert kept == [key_of(number) for number in range(12, capacity + 12)]
+        assert disk.contents() == [key_of(number) for number in range(12, capacity + 12)]
         assert disk.count("blocks_recovered") == disk.count("blocks") == capacity
 
 

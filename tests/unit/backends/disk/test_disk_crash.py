@@ -87,8 +87,7 @@ async def test_a_killed_writer_leaves_whole_blocks_and_a_bounded_folder(
         assert folder_bytes(path) <= capacity_bytes
         async with open_disk(path, context, capacity_bytes=capacity_bytes) as disk:
             assert disk.count("entries_beyond") == 0
-            capacity = disk.backend.traits.capacity_blocks
-            assert capacity is not None
+            capacity = disk.capacity
             outcomes = [(await disk.load(number))[0] for number in newest]
             # A kill is no power cut: what was acknowledged is whole.
             assert set(outcomes) <= {Outcome.DONE, Outcome.ABSENT}

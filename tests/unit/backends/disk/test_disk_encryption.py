@@ -58,14 +58,11 @@ async def test_blocks_under_an_older_key_are_not_put_where_the_new_key_is_named(
 ) -> None:
     """They would not open there. They go when their region does, and that is told."""
     async with open_disk(tmp_path / "kv", **key_options(tmp_path, OLD)) as disk:
-        capacity = disk.backend.traits.capacity_blocks
-        assert capacity is not None
+        capacity = disk.capacity
         for number in range(capacity):
             await disk.store(number)
     async with open_disk(tmp_path / "kv", **key_options(tmp_path, NEW, OLD)) as disk:
-        log = disk.backend._log
-        assert log is not None
-        log._context.budget.earn(1 << 40)
+        disk.log._context.budget.earn(1 << 40)
         kept = list(range(0, capacity, 4))
         await disk.remove(*(n for n in range(capacity) if n % 4))
         for number in range(1000, 1000 + capacity // 2):

@@ -278,8 +278,7 @@ async def test_what_an_engine_replaces_meanwhile_is_never_called_damaged(tmp_pat
     path = tmp_path / "kv"
     stopped = threading.Event()
     async with open_disk(path) as disk:
-        capacity = disk.backend.traits.capacity_blocks
-        assert capacity is not None
+        capacity = disk.capacity
         await disk.store(0)
         looking = asyncio.get_running_loop().run_in_executor(None, check_until, stopped, path)
         for first in range(1, 4 * capacity, 8):

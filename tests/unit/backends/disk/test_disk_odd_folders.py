@@ -236,8 +236,6 @@ async def test_what_takes_a_segments_place_under_an_engine_is_replaced(
     make: Callable[[Path], None], tmp_path: Path
 ) -> None:
     async with open_disk(tmp_path / "kv") as disk:
-        log = disk.backend._log
-        assert log is not None
         make(tmp_path / "kv" / "segment-00000.kv")
         with anyio.fail_after(PATIENCE_S):
             assert await disk.store(*range(20)) == [Outcome.DONE] * 20

@@ -9,9 +9,8 @@ import os
 import stat
 import threading
 import time
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -39,9 +38,13 @@ from tests.unit.backends.disk._disk import (
     open_disk,
 )
 
+if TYPE_CHECKING:
+    from kvtier_backends.disk.log.block_log import BlockLog
+
 pytestmark = pytest.mark.anyio
 OWN, OTHER = fmt.namespace_digest(CONTEXT), fmt.namespace_digest(OTHER_CONTEXT)
 ALL = RegionSelection(1 << 40, all_of_it=True)
+DAMAGED_ANSWERS = [b"\x9c", b'{"error": "\x9c"}', b"[" * 60_000, b"{}", b""]
 
 
 @pytest.fixture(autouse=True)
@@ -199,8 +202,7 @@ async def test_stores_and_loads_go_on_while_all_is_purged_again_and_again(tmp_pa
     """Only blocks that were purged may be missed, and none may come back."""
     path = tmp_path / "kv"
     async with open_disk(path) as disk:
-        capacity = disk.backend.traits.capacity_blocks
-        assert capacity is not None
+        capacity = disk.capacity
         resident: set[int] = set()
         number = purges = 0
         asking: asyncio.Task[int] | None = None
@@ -234,21 +236,26 @@ async def test_stores_and_loads_go_on_while_all_is_purged_again_and_again(tmp_pa
         assert await disk.found(range(number)) == []
 
 
+def begin_reclaim(log: BlockLog) -> int:
+    """Begin to reclaim a region, which is read meanwhile; returns it."""
+    region = log.regions.victim()
+    assert region is not None
+    log.regions.begin_reclaim(region)
+    log.regions.pin(region)
+    return region
+
+
 async def test_a_block_that_is_reinserted_meanwhile_goes_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was read before the purge, and would be written after it: the purge waits or repeats."""
     path = tmp_path / "kv"
     async with open_disk(path) as disk:
-        log = disk.backend._log
-        assert log is not None
+        log = disk.log
         disk.clock.now_s = 1000
         await disk.store(*range(40))
         await disk.come_to_rest()
-        region = log.regions.victim()
-        assert region is not None
-        log.regions.begin_reclaim(region)
-        log.regions.pin(region)
+        region = begin_reclaim(log)
         real, looks = log.regions.count_in, 0
 
         def count_in(state: RegionState) -> int:
@@ -273,13 +280,8 @@ async def test_a_log_that_never_rests_is_said(
 ) -> None:
     monkeypatch.setattr(purging, "QUIET_WAIT_S_MAX", 0.05)
     async with open_disk(tmp_path / "kv") as disk:
-        log = disk.backend._log
-        assert log is not None
         await disk.store(*range(40))
-        region = log.regions.victim()
-        assert region is not None
-        log.regions.begin_reclaim(region)
-        log.regions.pin(region)
+        begin_reclaim(disk.log)
         with pytest.raises(NotAnswered, match="did not come to rest"):
             await ask(tmp_path / "kv", ALL)
         assert await disk.load(1) == [Outcome.DONE]
@@ -391,22 +393,38 @@ def write(path: Path, text: str, mode: int = 0o600) -> None:
     unfinished.replace(path)
 
 
-async def test_an_engine_that_does_not_answer_is_reported_and_the_request_withdrawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("is_accepted", "answer", "said"),
+    [
+        (False, None, "did not accept the request"),
+        (True, None, "accepted the request and has not reported"),
+        *((True, text, "is damaged") for text in DAMAGED_ANSWERS),
+    ],
+)
+async def test_an_engine_that_hangs_or_answers_what_makes_no_sense_is_reported_at_once(
+    is_accepted: bool,
+    answer: bytes | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(purge_requests, "ACCEPTED_WITHIN_S_MAX", 0.0)
+    monkeypatch.setattr(purge_requests, "DONE_WITHIN_S_MAX", 0.0)
     path = tmp_path / "kv"
     backend = make_disk(path)  # claimed, and not open: nobody looks for requests
-    fmt_superblock(path)
-    with pytest.raises(NotAnswered, match=f"process {os.getpid()} did not accept the request"):
+
+    def accept(request: str, _: object) -> None:
+        if answer is not None:
+            file = Path(request.replace("/purge-", "/purged-"))
+            file.write_bytes(answer)
+            file.chmod(0o600)
+
+    if is_accepted:
+        monkeypatch.setattr(purge_requests, "_write", accept)
+    with pytest.raises(NotAnswered, match=f"process {os.getpid()} {said}"):
         await ask(path, ALL)
-    assert list(path.glob("*purge*")) == []
+    assert list(path.glob("*purge*")) == [], "it was withdrawn"
     await backend.close()
-
-
-def fmt_superblock(path: Path) -> None:
-    page = fmt.encode_superblock(fmt.Superblock(b"f" * 16, 1 << 20, 16, int(time.time())))
-    (path / "superblock").write_bytes(page * 2)
 
 
 async def test_an_engine_that_ends_instead_of_answering_is_no_error(tmp_path: Path) -> None:
@@ -419,40 +437,6 @@ async def test_an_engine_that_ends_instead_of_answering_is_no_error(tmp_path: Pa
     await backend.close()
     assert await asking is None
     assert list(path.glob("*purge*")) == []
-
-
-@pytest.mark.parametrize("text", [b"\x9c", b'{"error": "\x9c"}', b"[" * 60_000, b"{}", b""])
-async def test_a_damaged_answer_is_said_at_once(
-    text: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "kv"
-    backend = make_disk(path)
-
-    def damaged(_self: object, _path: str, *_rest: object) -> None:
-        mark = Path(_path).name.removeprefix("purge-")
-        (path / f"purged-{mark}").write_bytes(text)
-        (path / f"purged-{mark}").chmod(0o600)
-
-    monkeypatch.setattr(purge_requests, "_write", partial(damaged, None))
-    with pytest.raises(NotAnswered, match=r"the answer of .* is damaged"):
-        await ask(path, ALL)
-    assert list(path.glob("purged-*")) == []
-    await backend.close()
-
-
-async def test_an_answer_that_never_comes_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(purge_requests, "ACCEPTED_WITHIN_S_MAX", 0.0)
-    monkeypatch.setattr(purge_requests, "DONE_WITHIN_S_MAX", 0.0)
-    path = tmp_path / "kv"
-    backend = make_disk(path)
-    monkeypatch.setattr(purge_requests, "_write", lambda *_: None)  # it was taken at once
-    with pytest.raises(
-        NotAnswered, match=f"process {os.getpid()} accepted the request and has not"
-    ):
-        await ask(path, ALL)
-    await backend.close()
 
 
 async def test_what_blocks_of_another_size_left_behind_the_last_slot_is_erased(

@@ -14,7 +14,7 @@ from kvtier_backends.disk import backend as backend_module
 from kvtier_backends.disk.offline import purging
 from kvtier_backends.disk.offline.purge_requests import ask_engine
 from tests.unit.backends.disk._disk import key_of, open_disk
-from tests.unit.backends.disk.test_disk_purge import ALL, ask, on_disk
+from tests.unit.backends.disk.test_disk_purge import ALL, ask, begin_reclaim, on_disk
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,8 +47,7 @@ async def test_a_load_that_has_begun_gets_its_block_before_a_purge_erases_it(
     """It would read zeros, which count as damage: a false alarm about a sound disk."""
     path = tmp_path / "kv"
     async with open_disk(path) as disk:
-        log = disk.backend._log
-        assert log is not None
+        log = disk.log
         await disk.store(1, 2)
         hung = HungRead(monkeypatch)
         loading = asyncio.ensure_future(disk.load(1))
@@ -96,8 +95,7 @@ async def test_a_region_that_a_reclaim_reads_is_purged_in_the_next_round(
     """It reads until it may append, and that waits for the purge: neither may wait for both."""
     path = tmp_path / "kv"
     async with open_disk(path) as disk:
-        log = disk.backend._log
-        assert log is not None
+        log = disk.log
         await disk.store(*range(40))
         real, emptied = purging._forget, False
 
@@ -105,10 +103,7 @@ async def test_a_region_that_a_reclaim_reads_is_purged_in_the_next_round(
             nonlocal emptied
             if not emptied:
                 emptied = True
-                region = log.regions.victim()
-                assert region is not None
-                log.regions.begin_reclaim(region)
-                log.regions.pin(region)
+                region = begin_reclaim(log)
                 asyncio.get_running_loop().call_soon(asyncio.ensure_future, append(region))
             await real(*arguments)
 
