@@ -27,7 +27,7 @@ from tests.unit.backends.fs._fs import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.anyio
@@ -100,51 +100,28 @@ async def test_a_file_without_a_trailer_is_served_if_accepted(tmp_path: Path) ->
         assert fs.backend.traits.accepts_unchecked
 
 
-@pytest.mark.parametrize("offset", [0, 8, 12, 16, 24, 40, 60, 76, 2000, 4088, 4095])
-async def test_a_flipped_bit_in_the_trailer_is_damage(tmp_path: Path, offset: int) -> None:
-    async with open_fs(tmp_path / "kv") as fs:
-        await fs.store(1)
-        raw = bytearray(fs.path(1).read_bytes())
-        raw[BLOCK_BYTES + offset] ^= 4
-        fs.path(1).write_bytes(raw)
-        assert await fs.load(1) is Outcome.DAMAGED
-        assert not fs.path(1).exists()
+HARMS: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "a bit of its trailer": lambda own, _: own[:-9] + bytes([own[-9] ^ 4]) + own[-8:],
+    "another one's block": lambda _, other: other,
+    "another one's trailer": lambda own, other: own[:BLOCK_BYTES] + other[BLOCK_BYTES:],
+    "zeros": lambda own, _: bytes(len(own)),
+    "more than a block": lambda *_: b"x" * 99_999,
+}
+"""That no other trailer is taken for a block's own is shown in ``test_fs_trailer.py``."""
 
 
-async def test_another_keys_file_is_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("harm", HARMS)
+async def test_a_file_that_is_not_the_blocks_own_is_damaged_and_goes(
+    tmp_path: Path, harm: str
+) -> None:
     async with open_fs(tmp_path / "kv") as fs:
         await fs.store(1)
         await fs.store(2)
-        shutil.copy(fs.path(2), fs.path(1))
+        harmed = HARMS[harm](fs.path(1).read_bytes(), fs.path(2).read_bytes())
+        fs.path(1).write_bytes(harmed)
         assert await fs.load(1) is Outcome.DAMAGED
         assert not fs.path(1).exists()
         assert await fs.load(2) is Outcome.DONE
-
-
-@pytest.mark.parametrize("garbage", [b"\0" * FILE_BYTES, os.urandom(FILE_BYTES), b"x" * 99999])
-async def test_garbage_is_damage(tmp_path: Path, garbage: bytes) -> None:
-    async with open_fs(tmp_path / "kv") as fs:
-        await fs.store(1)
-        fs.path(1).write_bytes(garbage)
-        assert await fs.load(1) is Outcome.DAMAGED
-        assert not fs.path(1).exists()
-
-
-@pytest.mark.parametrize("direct", [True, False])
-async def test_a_folder_or_a_link_in_a_blocks_place_stays(tmp_path: Path, direct: bool) -> None:
-    async with open_fs(tmp_path / "kv", direct=direct) as fs:
-        for number in (1, 2):
-            await fs.store(number)
-            fs.path(number).unlink()
-        fs.path(1).mkdir()
-        fs.path(2).symlink_to("/etc/passwd")
-        for number in (1, 2):
-            assert await fs.load(number) is Outcome.DAMAGED
-            assert await fs.store(number) is Outcome.FAILED
-            await fs.backend.remove([key_of(number)])
-        assert fs.path(1).is_dir()
-        assert fs.path(2).is_symlink()
-        assert fs.temporaries() == []
 
 
 async def test_a_file_in_a_folders_place_fails_stores_only(tmp_path: Path) -> None:
@@ -198,19 +175,6 @@ async def test_closing_while_a_load_hangs_does_not_wait(tmp_path: Path) -> None:
             folder.heal()
             hung[0].join(PATIENCE_S)
             assert not hung[0].is_alive()
-
-
-async def test_a_vanished_folder_is_empty_and_comes_back(tmp_path: Path) -> None:
-    async with open_fs(tmp_path / "kv") as fs:
-        await fs.store(1)
-        shutil.rmtree(tmp_path / "kv")
-        assert not await fs.probe(1)
-        assert await fs.load(1) is Outcome.ABSENT
-        await fs.backend.remove([key_of(1)])
-        assert await fs.store(1) is Outcome.DONE
-        assert await fs.load(1) is Outcome.DONE
-    async with open_fs(tmp_path / "kv") as fs:
-        assert await fs.load(1) is Outcome.DONE
 
 
 async def test_each_trouble_is_said_once_an_episode(

@@ -221,21 +221,6 @@ def test_a_limit_of_the_process_is_an_outcome(tmp_path: Path, call: str) -> None
         assert process.wait(PATIENCE_S) == 0
 
 
-async def test_a_killed_writer_leaves_no_wrong_block_and_is_swept_up_after(tmp_path: Path) -> None:
-    with child("store_for_ever", tmp_path / "kv", stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        while int(process.stdout.readline()) < 64:
-            pass
-        process.kill()
-    async with open_fs(tmp_path / "kv") as fs:
-        outcomes = [await fs.load(number) for number in range(400)]
-        assert set(outcomes) <= {Outcome.DONE, Outcome.ABSENT}
-        assert outcomes[:64] == [Outcome.DONE] * 64
-        await no_markers_but(fs.backend.place, 1)
-        assert fs.temporaries() == []
-    await no_markers_but(fs.backend.place, 0)
-
-
 @pytest.mark.parametrize("ahead_h", [0, 6, -6, 48, -48])
 async def test_only_dead_writers_temporaries_are_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_h: int

@@ -129,12 +129,6 @@ def test_the_namespace_is_written_down_in_plain_words(tmp_path: Path) -> None:
     assert [path.name for path in config.parent.iterdir()] == ["config.json"]
 
 
-def test_other_facts_have_another_folder(tmp_path: Path) -> None:
-    make_fs(tmp_path / "kv")
-    make_fs(tmp_path / "kv", replace(CONTEXT, namespace=Namespace(OTHER_FACTS)))
-    assert len(list((tmp_path / "kv").iterdir())) == 2
-
-
 def test_a_folder_with_other_facts_is_refused(tmp_path: Path) -> None:
     make_fs(tmp_path / "kv")
     (config,) = (tmp_path / "kv").glob("*/config.json")
@@ -154,14 +148,6 @@ def test_an_unreadable_config_is_refused(tmp_path: Path, garbage: bytes) -> None
     make_fs(tmp_path / "kv")
     (config,) = (tmp_path / "kv").glob("*/config.json")
     config.write_bytes(garbage)
-    assert "restore the file" in refusal(tmp_path / "kv")
-
-
-def test_a_fifo_for_a_config_does_not_hang_the_start(tmp_path: Path) -> None:
-    make_fs(tmp_path / "kv")
-    (config,) = (tmp_path / "kv").glob("*/config.json")
-    config.unlink()
-    os.mkfifo(config)
     assert "restore the file" in refusal(tmp_path / "kv")
 
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 DONE, FAILED, ABSENT, DAMAGED = Outcome.DONE, Outcome.FAILED, Outcome.ABSENT, Outcome.DAMAGED
-FS_SOURCES = sorted(Path(open_root.__file__).parent.glob("*.py"))
 
 
 @pytest.fixture(autouse=True)
@@ -261,15 +260,6 @@ async def test_a_link_at_the_start_is_the_user_s_own(tmp_path: Path) -> None:
         assert await fs.store(1) is DONE
         assert await fs.load(1) is DONE
     assert list((tmp_path / "real").rglob("*.kv"))
-
-
-async def test_a_folder_that_was_moved_away_and_made_anew_is_another(tmp_path: Path) -> None:
-    async with open_fs(tmp_path / "kv") as fs:
-        assert await fs.store(1) is DONE
-        (tmp_path / "kv").rename(tmp_path / "moved")
-        (tmp_path / "kv").mkdir(mode=0o700)
-        await expect_nothing_works(fs)
-        assert files_in(tmp_path / "kv") == []
 
 
 @pytest.mark.parametrize("state", ["moved", "deleted", "there"])

@@ -20,7 +20,7 @@ from tests.unit.backends.fs._fs import (
     make_fs,
     open_fs,
 )
-from tests.unit.backends.shared._keys import FOREIGN, NEW, OLD, key_file
+from tests.unit.backends.shared._keys import FOREIGN, OLD, key_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,18 +42,6 @@ def planted_record(number: int, data: bytes, form: Form) -> bytes:
     if form is Form.PLAIN:
         trailer = trailer._replace(key_id=b"", tag=b"")
     return data + encode_record_trailer(key, BLOCK_BYTES, trailer).ljust(4096, b"\0")
-
-
-@BOTH_KINDS
-async def test_blocks_come_back_also_after_a_restart(option: str, tmp_path: Path) -> None:
-    keys = key_file(tmp_path / "keys", OLD)
-    for _ in range(2):
-        async with open_fs(tmp_path / "kv", **{option: keys}) as fs:
-            for number in range(20):
-                assert await fs.store(number) is Outcome.DONE
-                assert await fs.load(number) is Outcome.DONE
-                assert fs.path(number).stat().st_size == FILE_BYTES
-            assert fs.backend.counters() == {}
 
 
 async def test_without_keys_a_planted_file_is_served(tmp_path: Path) -> None:
@@ -117,6 +105,9 @@ async def test_engines_with_and_without_keys_use_folders_side_by_side(tmp_path: 
         for each in (plain, signed, encrypted):
             assert await each.load(1) is Outcome.DONE
             assert each.backend.counters() == {}
+            raw = each.path(1).read_bytes()
+            assert len(raw) == FILE_BYTES
+            assert (data_of(1)[:16] in raw) == (each is not encrypted)
     written = [json.loads(each.read_text()) for each in (tmp_path / "kv").glob("*/config.json")]
     protections = {each["facts"].get("protection") for each in written}
     assert protections == {None, "signed", "encrypted"}
@@ -130,36 +121,6 @@ async def test_what_was_stored_before_there_were_keys_is_served_without_them(
         await fs.store(1)
         assert fs.path(1).read_bytes() == planted_plain(1, data_of(1))
         assert await fs.load(1) is Outcome.DONE
-
-
-@BOTH_KINDS
-async def test_keys_can_be_rotated(option: str, tmp_path: Path) -> None:
-    old, both, new = (
-        key_file(tmp_path / name, *keys)
-        for name, keys in (("old", [OLD]), ("both", [NEW, OLD]), ("new", [NEW]))
-    )
-    async with open_fs(tmp_path / "kv", **{option: old}) as fs:
-        await fs.store(1)
-    async with open_fs(tmp_path / "kv", **{option: both}) as fs:
-        assert await fs.load(1) is Outcome.DONE
-        await fs.store(2)
-    async with open_fs(tmp_path / "kv", **{option: new}) as fs:
-        assert await fs.load(2) is Outcome.DONE
-        assert await fs.load(1) is Outcome.DAMAGED
-        assert fs.count("unauthenticated") == 1
-
-
-async def test_encrypted_files_tell_nothing_of_the_blocks(tmp_path: Path) -> None:
-    keys = key_file(tmp_path / "keys", OLD)
-    async with open_fs(tmp_path / "kv", encryption_key_file=keys) as fs:
-        await fs.store(1)
-        raw = fs.path(1).read_bytes()
-        assert data_of(1)[:16] not in raw
-        assert data_of(1)[-16:] not in raw
-        assert block_digest(key_of(1), memoryview(data_of(1))) not in raw
-        fs.path(1).unlink()
-        await fs.store(1)
-        assert fs.path(1).read_bytes() != raw
 
 
 @BOTH_KINDS

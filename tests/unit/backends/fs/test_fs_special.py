@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from structlog.testing import capture_logs
 
+from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome
 from tests.support.needs import needs
 from tests.unit.backends.fs._fs import FILE_BYTES, key_of, make_fs, open_fs
@@ -65,6 +66,7 @@ async def test_what_is_no_file_is_a_miss_that_is_named_and_waits_for_nobody(
         assert all(f"a {kind} lies where" in str(line["reason"]) for line in lines)
         await fs.backend.remove([key_of(1)])
         assert os.path.lexists(fs.path(1)), "it isn't ours"
+        assert fs.temporaries() == []
         assert fs.backend.busy_threads() == 0
 
 
@@ -72,7 +74,7 @@ async def test_a_special_file_for_a_config_is_refused_by_name(tmp_path: Path) ->
     make_fs(tmp_path / "kv")
     (config,) = (tmp_path / "kv").glob("*/config.json")
     put_special(config, "FIFO")
-    with pytest.raises(Exception, match="a FIFO lies where a file should be"):
+    with pytest.raises(ConfigError, match=r"a FIFO lies where a file should be.*restore the file"):
         make_fs(tmp_path / "kv")
 
 

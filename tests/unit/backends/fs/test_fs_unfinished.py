@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, strategies
 
+from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.fs import temporary, unfinished
 from kvtier_backends.fs.temporary import FOREIGN_AGE_S_MAX, WriterProcess, this_writer
 from kvtier_backends.fs.unfinished import FOLDERS_MAX, Unfinished, folders_untrusted
@@ -45,7 +46,7 @@ def kill_a_writer(root: Path) -> None:
 
 
 @pytest.mark.parametrize("_", range(3))
-async def test_the_marker_of_a_killed_writer_names_each_folder_with_an_unfinished_file(
+async def test_a_killed_writer_leaves_whole_blocks_and_a_marker_that_names_what_is_unfinished(
     _: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kill comes at any moment: a file is unfinished in about every second run."""
@@ -57,9 +58,13 @@ async def test_the_marker_of_a_killed_writer_names_each_folder_with_an_unfinishe
     left = list(root.rglob("*.tmp"))
     assert {"/".join(path.parts[-3:-1]) for path in left} <= named
     monkeypatch.setattr("kvtier_backends.fs.temporary.sweep", pytest.fail)
-    async with open_fs(root):
+    async with open_fs(root) as fs:
+        outcomes = [await fs.load(number) for number in range(400)]
+        assert set(outcomes) <= {Outcome.DONE, Outcome.ABSENT}
+        assert outcomes[:64] == [Outcome.DONE] * 64
         await until_true(lambda: len(markers(root)) == 1)
         assert list(root.rglob("*.tmp")) == []
+    assert markers(root) == []
 
 
 async def test_only_the_folders_that_are_named_are_listed(tmp_path: Path) -> None:
