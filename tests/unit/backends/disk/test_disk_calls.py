@@ -31,23 +31,17 @@ async def test_a_call_runs_up_to_its_first_wait_before_its_caller_goes_on() -> N
     assert said == ["begun", "went on", "waited once more"]
 
 
-async def test_a_call_that_never_waits_has_ended_at_once() -> None:
-    async def call() -> int:
-        return 7
-
-    running = begin(call())
-    assert running.done()
-    assert await running == 7
-
-
 @pytest.mark.parametrize("waits", [False, True])
-async def test_what_a_call_raises_is_its_callers(waits: bool) -> None:
+async def test_what_a_call_raises_is_its_callers_and_one_that_never_waits_has_ended_at_once(
+    waits: bool,
+) -> None:
     async def call() -> None:
         if waits:
             await asyncio.sleep(0)
         raise OSError(5, "sick")
 
     running = begin(call())
+    assert running.done() is not waits
     with pytest.raises(OSError, match="sick"):
         await running
 

@@ -76,15 +76,6 @@ def test_a_look_at_the_lock_keeps_no_engine_from_starting(tmp_path: Path, naps: 
     assert claim(tmp_path / "kv").stands()
 
 
-@pytest.mark.usefixtures("naps")
-def test_a_claim_names_the_engine_though_the_tier_runs_elsewhere(tmp_path: Path) -> None:
-    engine = os.getppid()  # one that lives, and isn't the one that has the lock
-    held = Claim(str(tmp_path / "kv"), ConfigError, user_pid=engine)
-    with pytest.raises(ConfigError, match=f"is in use by process {engine}: .* Stop that engine,"):
-        claim(tmp_path / "kv")
-    assert held.stands()
-
-
 SAME_PROGRAM = "which this same program has made (in a notebook: del llm)"
 
 HOLDER = """

@@ -282,30 +282,40 @@ async def test_stores_go_on_one_at_a_time_while_a_load_takes_for_ever() -> None:
     await engine.check()
 
 
-async def test_several_regions_are_opened_ahead_at_once() -> None:
-    """Each header waits behind all that is being written: one after the other took too long."""
+async def test_several_regions_are_opened_ahead_at_once_and_take_blocks_in_their_order() -> None:
+    """Each header waits behind all that is being written: one after the other took too long.
+
+    Whichever is written first: a later start takes the higher sequence for the newer.
+    """
     engine = await begun(ahead=3)
-    regions, writing_max, writing = engine.log.regions, 0, 0
+    regions, writing, writing_max = engine.log.regions, 0, 0
     write = engine.device.write
 
-    async def counted(transfers: Sequence[Transfer]) -> OSError | None:
+    async def last_first(transfers: Sequence[Transfer]) -> OSError | None:
         nonlocal writing, writing_max
         is_header = transfers[0].at == 0
         writing += is_header
         writing_max = max(writing_max, writing)
+        for _ in range(50 // writing if is_header else 0):
+            await anyio.lowlevel.checkpoint()
         problem = await write(transfers)
         writing -= is_header
         return problem
 
-    engine.device.write = counted  # type: ignore[method-assign]
-    for start in range(3):
-        await engine.fill(KEYS[start * SLOTS : (start + 1) * SLOTS])
-    await engine.fill(KEYS[3 * SLOTS : 3 * SLOTS + 1])
+    engine.device.write = last_first  # type: ignore[method-assign]
+    opened: list[int | None] = []
+    for key in KEYS[: 3 * SLOTS + 1]:
+        await engine.fill([key])
+        opened.append(regions.open_region)
     assert regions.next_count == 3
     assert writing_max > 1
     async with engine.log.opening:  # no header can be written now
-        keys = KEYS[3 * SLOTS + 1 : 7 * SLOTS]
-        assert await engine.store(keys) == [Outcome.DONE] * len(keys)
+        for key in KEYS[3 * SLOTS + 1 : 7 * SLOTS]:
+            assert await engine.store([key]) == [Outcome.DONE]
+            opened.append(regions.open_region)
+    order = [each for each in dict.fromkeys(opened) if each is not None]
+    assert len(order) == 7
+    assert order == sorted(order, key=regions.sequence)
     await engine.check()
 
 
@@ -331,33 +341,6 @@ async def test_a_store_that_waits_for_a_region_has_others_opened_with_it() -> No
     new = KEYS[len(stored) : len(stored) + 3 * SLOTS]
     assert await engine.store(new) == [Outcome.DONE] * len(new)
     assert min(opened) > 1
-    await engine.check()
-
-
-async def test_regions_ahead_take_blocks_in_the_order_of_their_sequences() -> None:
-    """Whichever header is written first: a later start takes the higher sequence for the newer."""
-    engine = await begun(ahead=3)
-    regions, waiting = engine.log.regions, 0
-    write = engine.device.write
-
-    async def last_first(transfers: Sequence[Transfer]) -> OSError | None:
-        nonlocal waiting
-        if transfers[0].at == 0:
-            waiting += 1
-            for _ in range(50 // waiting):
-                await anyio.lowlevel.checkpoint()
-        return await write(transfers)
-
-    engine.device.write = last_first  # type: ignore[method-assign]
-    opened: list[int | None] = []
-    for start in range(0, 7 * SLOTS, SLOTS):
-        waiting = 0
-        for key in KEYS[start : start + SLOTS]:
-            await engine.store([key])
-            opened.append(regions.open_region)
-            await engine.log.calls.wait_idle()
-    order = [each for each in dict.fromkeys(opened) if each is not None]
-    assert order == sorted(order, key=regions.sequence)
     await engine.check()
 
 
