@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.plugin_api.backend import Outcome
+from kvtier.plugin_api.backend import LoadBlock, Outcome
+from kvtier_backends.disk.batch_sizes import disk_traits
 from kvtier_backends.disk.folder.claim import capacity_bytes_min, plan_folder
 from kvtier_backends.disk.log.regions import WRITE_AMPLIFICATION_MAX
 from tests.support.needs import needs
+from tests.support.patience import PATIENCE_S
 from tests.unit.backends._media import mount, tmpfs
 from tests.unit.backends.disk._disk import (
     BLOCK_BYTES,
@@ -221,6 +223,46 @@ async def test_after_a_restart_no_more_than_the_capacity_is_there_in_the_order_o
     async with open_disk(tmp_path / "kv") as disk:
         assert disk.contents() == [key_of(number) for number in range(12, capacity + 12)]
         assert disk.count("blocks_recovered") == disk.count("blocks") == capacity
+
+
+# --- what runs at once ---
+
+
+async def test_io_depth_loads_run_at_once_and_each_reads_neighbours_in_one_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How a job is cut into them is shown in ``tests/unit/tier/test_batching.py``."""
+    together = threading.Barrier(4, timeout=PATIENCE_S)
+    reads: list[int] = []
+    real = os.preadv
+
+    def read_together(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        reads.append(len(buffers))
+        together.wait()  # breaks, and so fails the load, unless so many read at once
+        return real(descriptor, buffers, at)
+
+    options = {"io_depth": 4, "capacity_bytes": 8 << 20, "region_bytes": 64 * BLOCK_BYTES}
+    async with open_disk(tmp_path / "kv", **options) as disk:
+        assert await disk.store(*range(32)) == [Outcome.DONE] * 32
+        monkeypatch.setattr(os, "preadv", read_together)
+        blocks = [LoadBlock(key_of(n), disk.slots.view(n)) for n in range(32)]
+        loads = [disk.backend.load(blocks[first : first + 8]) for first in range(0, 32, 8)]
+        ends = [loaded.outcome for each in await asyncio.gather(*loads) for loaded in each]
+        assert ends == [Outcome.DONE] * 32
+        assert reads == [8] * 4
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "batches", "loads", "stores"),
+    [(1 << 16, 4, (16, 64), (64, 64)), (1 << 20, 12, (1, 8), (4, 8))],
+)
+def test_batches_have_a_mebibyte_and_stores_four_as_far_as_64_blocks_have_so_much(
+    block_bytes: int, batches: int, loads: tuple[int, int], stores: tuple[int, int]
+) -> None:
+    traits = disk_traits(block_bytes, 4, 1000)
+    assert traits.load_batches_max == traits.store_batches_max == batches
+    assert (traits.load_batch_blocks_min, traits.load_batch_blocks_max) == loads
+    assert (traits.store_batch_blocks_min, traits.store_batch_blocks_max) == stores
 
 
 # --- age ---
