@@ -36,7 +36,6 @@ from tests.unit.backends.disk._disk import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvtier_backends.disk import DiskBackend
 
 pytestmark = pytest.mark.anyio
 
@@ -357,13 +356,13 @@ async def test_a_folder_that_comes_back_is_empty_until_the_next_start(tmp_path: 
         assert len(found) > 20
 
 
-async def test_a_closed_backend_answers_and_does_nothing(tmp_path: Path) -> None:
-    backend: DiskBackend = make_disk(tmp_path / "kv")
-    await backend.open()
-    await backend.close()
-    await backend.close()
-    assert list(await backend.probe([b"k"])) == [False]
-    assert list(await backend.load([])) == []
-    await backend.remove([b"k"])
-    assert list(backend.contents()) == []
-    assert backend.busy_threads() == 0
+async def test_a_closed_backend_answers_and_serves_nothing(tmp_path: Path) -> None:
+    async with open_disk(tmp_path / "kv") as disk:
+        assert await disk.store(1) == [Outcome.DONE]
+        await disk.backend.close()
+        assert list(await disk.backend.probe([key_of(1)])) == [False]
+        assert await disk.load(1) == [Outcome.ABSENT]
+        assert await disk.store(1) == [Outcome.FAILED]
+        await disk.remove(1)
+        assert disk.contents() == []
+        assert disk.backend.busy_threads() == 0
