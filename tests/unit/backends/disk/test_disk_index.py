@@ -217,6 +217,13 @@ def test_keys_that_meet_in_one_place_are_told_apart(monkeypatch: pytest.MonkeyPa
     assert [index.get(key) for key in numbered] == list(range(32))
 
 
+def test_keys_whose_bytes_are_those_of_others_side_by_side_are_told_apart() -> None:
+    index = BlockIndex(1, 8)
+    put_all(index, 0, [b"k00", b"k01", b"k02", b"k03"])
+    assert index.find([b"k00", b"k01", b"k0", b"2k03"]) == [0, 1, None, None]
+    assert index.find([b"k00", b"k0", b"1k02", b"k03"]) == [0, None, None, 3]
+
+
 def test_an_index_grows_with_what_is_stored_and_finds_all_of_it() -> None:
     """One for 2^30 blocks begins as small as one for a few, and grows a table at a time."""
     index = BlockIndex(1 << 17, 1 << 13)
