@@ -42,7 +42,6 @@ MAY_READ_A_CLOCK = {
 MAY_SLEEP = {
     "support/starvation.py": "looks at the clock time and again, beside the tests",
     "unit/backends/disk/test_disk_crash.py": "kills at a random moment, and expects none",
-    "unit/backends/disk/test_disk_purge.py": "gives a purge time to end that must not",
     "vllm/engine/test_engine_features.py": "puts an engine to sleep, not a test",
 }
 MAY_COUNT = {

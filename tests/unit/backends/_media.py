@@ -38,19 +38,6 @@ def tmpfs(folder: Path, size: str, *, inodes: int = 0) -> Iterator[Path]:
         unmount(folder)
 
 
-@contextmanager
-def two_filesystems(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Make two filesystems; yield a place where the first is seen, and the second. Root only."""
-    with tmpfs(folder / "first", "4m") as first, tmpfs(folder / "second", "4m") as second:
-        place = folder / "place"
-        place.mkdir()
-        mount("--bind", first, place)
-        try:
-            yield place, second
-        finally:
-            unmount(place)
-
-
 def fill_with_files(folder: Path) -> None:
     """Use up all inodes."""
     with suppress(OSError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvtier.plugin_api.backend import (
@@ -20,9 +20,10 @@ from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier_backends.disk import DiskBackend
 from tests.support.folder_files import files_of
 from tests.unit.backends._media import key_of as key_of
+from tests.unit.backends._media import mount, tmpfs, unmount
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
     from pathlib import Path
 
     from kvtier_backends.disk.log.block_log import BlockLog
@@ -143,6 +144,19 @@ async def open_disk(
         yield Disk(backend, clock)
     finally:
         await backend.close()
+
+
+@contextmanager
+def two_filesystems(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """Make two filesystems; yield a place where the first is seen, and the second. Root only."""
+    with tmpfs(folder / "first", "4m") as first, tmpfs(folder / "second", "4m") as second:
+        place = folder / "place"
+        place.mkdir()
+        mount("--bind", first, place)
+        try:
+            yield place, second
+        finally:
+            unmount(place)
 
 
 async def fill(

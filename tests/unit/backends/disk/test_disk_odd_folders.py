@@ -26,10 +26,9 @@ from tests.unit.backends._media import (
     descriptors_left,
     mount,
     open_files,
-    two_filesystems,
     unmount,
 )
-from tests.unit.backends.disk._disk import key_of, make_disk, open_disk
+from tests.unit.backends.disk._disk import key_of, make_disk, open_disk, two_filesystems
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,8 +12,8 @@ from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk.folder.claim import read_superblock
 from kvtier_backends.disk.format import PAGE_BYTES
 from tests.support.needs import needs
-from tests.unit.backends._media import mount, two_filesystems, unmount
-from tests.unit.backends.disk._disk import open_disk
+from tests.unit.backends._media import mount, unmount
+from tests.unit.backends.disk._disk import open_disk, two_filesystems
 
 if TYPE_CHECKING:
     from collections.abc import Callable
