@@ -212,6 +212,15 @@ async def test_a_flipped_bit_has_its_name_is_repaired_and_the_rest_is_served(
         assert len(await disk.found(range(BLOCKS))) == checked.blocks
 
 
+async def test_a_file_that_ends_within_a_table_is_cut_before_its_region(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    await fill(path, BLOCKS)
+    os.truncate(segment(path), 2 * 4096)
+    assert cases(check(path, repair=True)) == {"table_truncated", "blocks_truncated"}
+    assert segment(path).stat().st_size == 0
+    assert check(path).problems == []
+
+
 async def test_a_region_of_another_folder_is_named_and_erased(tmp_path: Path) -> None:
     await fill(tmp_path / "kv", BLOCKS)
     await fill(tmp_path / "other", BLOCKS)

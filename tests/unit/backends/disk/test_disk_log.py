@@ -232,6 +232,16 @@ async def test_stores_that_overlap_keep_within_the_capacity_together(engine: Eng
     assert engine.count("stores_full") == 6
 
 
+async def test_once_the_folder_has_vanished_nothing_is_there_and_stores_fail(
+    engine: Engine,
+) -> None:
+    await engine.fill(KEYS[:3])
+    engine.log.abandon()
+    assert engine.lost == set(KEYS[:3])
+    assert [outcome for outcome, _ in await engine.load(KEYS[:1])] == [Outcome.ABSENT]
+    assert await engine.store(KEYS[:2]) == [Outcome.FAILED] * 2
+
+
 async def test_keys_longer_than_planned_fill_a_table_early_and_are_found_again() -> None:
     disk = fresh_disk()
     engine = await begun(SimulatedDevice(disk))

@@ -213,3 +213,11 @@ async def test_stores_that_end_together_share_a_page_write() -> None:
             tasks.start_soon(table.add, [entry(slot)])
     assert entries_in(device.disk.bytes[0]) == set(range(PER_PAGE))
     assert len(wrote) == 2
+
+
+async def test_a_full_table_says_so() -> None:
+    device = SimulatedDevice(SimulatedDisk(1, 4 * PAGE_BYTES, 0))
+    table = table_on(device, 2)
+    assert await table.add([entry(slot) for slot in range(PER_PAGE)]) is None
+    problem = await table.add([entry(slot) for slot in range(PER_PAGE, 3 * PER_PAGE)])
+    assert isinstance(problem, OSError)
