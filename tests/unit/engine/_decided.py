@@ -34,14 +34,9 @@ class Decided(Story):
         self.taught = keys_of(80, b"t")
         self.store(self.keys)
         self.store(self.taught)
-        self.evict()
+        self.forget()
         if block_s is not None:
             self.teach(block_s)
-
-    def evict(self) -> None:
-        """Have the tier alone have what was stored."""
-        self.facade.reset()
-        self.facade.on_reset_flushed()
 
     def teach(self, block_s: float, count: int = 8) -> None:
         """Load some other blocks, each in so many seconds."""

@@ -99,8 +99,7 @@ class SimulatedEngine:
         while self._due and min(self._due.values()) < HANGS:
             self._pass_time(IDLE_S)
             self._end_step()
-        self._facade.reset()
-        self._facade.on_reset_flushed()
+        self._story.forget()
         self._end_step()
 
     def serve(self, prompts: Sequence[Prompt]) -> list[float]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvtier import RuntimeConfig, TierConfig
+from kvtier.core import wire
 from kvtier.core.block_state import BlockState
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from kvtier.policies.eviction.lru import LRUPolicy
 from tests.support.cell import Batch, TestRuntime, open_test_runtime
 
 if TYPE_CHECKING:
-    from kvtier.core.statistics import TierCounts
+    from kvtier.core.messages import StoreGrant
+    from kvtier.core.statistics import PrimaryStatistics, TierCounts
+    from kvtier.core.wire import Message
     from kvtier.engine.link.tier_link import TierLink
     from tests.support.cell import TestTier
 
@@ -48,15 +51,48 @@ class Story:
         )
         self.facade = self.runtime.facade
 
+    @property
+    def primary(self) -> PrimaryStatistics:
+        """What the primary tier shows of itself now."""
+        return self.facade.statistics().primary
+
+    def grant(self, keys: list[bytes], request: str = "w", **given: Any) -> StoreGrant:
+        """Have the GPU begin to store blocks: there is room for one at least."""
+        grant = self.facade.prepare_store(keys, request, **given)
+        assert grant is not None
+        return grant
+
     def store(self, keys: list[bytes], request: str = "writer") -> None:
         """Store blocks as the GPU would, and let the cascades end well."""
-        self.facade.on_request_started(request)
-        grant = self.facade.prepare_store(keys, request)
-        assert grant is not None
-        self.facade.complete_store(grant.keys, request)
+        cascade(self, keys, request)
         self.facade.on_request_finished(request)
         self.answer_all()
         self.facade.step_end()
+
+    def forget(self) -> None:
+        """Empty host memory. Tiers keep what was stored, given ``on_reset="keep"``."""
+        self.facade.reset()
+        self.facade.on_reset_flushed()
+
+    def step(self, outcome: Outcome = Outcome.DONE) -> list[Batch]:
+        """End a step, and have the backends answer what it has asked them."""
+        self.facade.step_end()
+        return self.answer_all(outcome)
+
+    def tell(self, *messages: Message) -> None:
+        """Have the first tier say something."""
+        for message in messages:
+            self.runtime.tiers[0].inbox.post(message)
+        self.runtime.cell.settle()
+
+    def restart(self, *meanwhile: Message, traits: BackendTraits | None = None) -> None:
+        """Have the first tier break, and a new cell serve it."""
+        self.tell(
+            wire.TierBroke(reason="x"),
+            wire.TierFenced(),
+            *meanwhile,
+            wire.TierRestarted(traits),
+        )
 
     def answer_all(self, outcome: Outcome = Outcome.DONE) -> list[Batch]:
         """Have the backends answer all that they were asked."""
@@ -106,16 +142,20 @@ def counts_of(story: Story) -> TierCounts:
 def cascade(story: Story, keys: list[bytes], request: str = "w") -> None:
     """Have the GPU store blocks; what the tier makes of them is open."""
     story.facade.on_request_started(request)
-    grant = story.facade.prepare_store(keys, request)
-    assert grant is not None
-    story.facade.complete_store(grant.keys, request)
+    story.facade.complete_store(story.grant(keys, request).keys, request)
+
+
+def look_up(story: Story, key: bytes, request: str = "r") -> BlockState:
+    """Begin a request, which asks for a block in a step; return what it is told of it."""
+    story.facade.on_request_started(request)
+    state = story.facade.lookup_state(key, request)
+    story.facade.step_end()
+    return state
 
 
 def promote(story: Story, key: bytes, request: str = "r") -> None:
     """Have a tier be asked to load a block that it has."""
-    story.facade.on_request_started(request)
-    assert story.facade.lookup_state(key, request) is BlockState.FILLING
-    story.facade.step_end()
+    assert look_up(story, key, request) is BlockState.FILLING
 
 
 def story_of_a_tier(count: int = 1, **settings: object) -> tuple[Story, list[bytes]]:

@@ -304,7 +304,7 @@ def test_a_tier_that_has_become_fast_is_loaded_from_again() -> None:
         story.now += 0.001
         story.answer_all()
         story.end(f"r{number}")
-        story.evict()
+        story.forget()
         if len(states) == LENGTH:
             break
     assert states == [FILLING] * LENGTH
@@ -324,7 +324,7 @@ def test_a_tier_that_has_become_fast_is_noticed_within_ten_requests() -> None:
         story.now += 0.001
         story.answer_all()
         story.end(f"r{number}")
-        story.evict()
+        story.forget()
     assert states == [FILLING] * LENGTH
     assert story.counts.explorations_decided <= 4
 

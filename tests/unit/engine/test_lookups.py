@@ -1,21 +1,20 @@
-"""What lookups answer and count, and how what they reserve ends."""
+"""What lookups answer and count, and what of it a reset forgets."""
 
 from __future__ import annotations
 
 import pytest
 
+from kvtier.core import wire
 from kvtier.core.block_state import BlockState
 from kvtier.plugin_api.backend import Outcome
 from kvtier.tier.driver_messages import LoadBatch
-from tests.unit.engine._story import Story, keys_of
+from tests.unit.engine._story import Story, keys_of, story_of_a_tier
+
+ABSENT, PROBING = BlockState.ABSENT, BlockState.PROBING
+FILLING, READY = BlockState.FILLING, BlockState.READY
 
 
-def story_of_a_tier(keys: list[bytes], **settings: object) -> Story:
-    """Return a runtime whose tier alone has some blocks."""
-    story = Story(**settings)  # type: ignore[arg-type]
-    story.store(keys)
-    story.store(keys_of(story.runtime.primary.slots.count, b"n"), "other")
-    return story
+# --- in one go ---
 
 
 def test_keys_are_looked_up_in_one_go_up_to_the_first_that_is_nowhere() -> None:
@@ -24,211 +23,134 @@ def test_keys_are_looked_up_in_one_go_up_to_the_first_that_is_nowhere() -> None:
     story.store(keys[:1])
     story.store(keys[2:], "later")
     story.facade.on_request_started("r")
-    assert story.facade.lookup_states(keys, "r") == [BlockState.READY, BlockState.ABSENT]
+    assert story.facade.lookup_states(keys, "r") == [READY, ABSENT]
     assert story.facade.lookup_states(keys, "unknown") == []
+
+
+def test_keys_looked_up_in_one_go_have_the_states_that_each_has_by_itself() -> None:
+    story = Story(slots=8)
+    stored, written, unknown = keys_of(2), keys_of(1, b"w"), keys_of(1, b"u")
+    story.store(stored)
+    story.grant(written)
+    story.facade.on_request_started("r")
+    states = story.facade.lookup_states([*stored, *written, *unknown], "r")
+    assert states == [READY, READY, FILLING, PROBING]
 
 
 def test_nothing_that_needs_room_is_looked_up_in_one_go() -> None:
     """The rest is asked for one by one: each may evict something."""
-    keys = keys_of(2)
-    story = story_of_a_tier(keys, slots=2)
+    story, keys = story_of_a_tier(2, slots=2)
     story.facade.on_request_started("r")
     assert story.facade.lookup_states(keys, "r") == []
-    assert story.facade.lookup_state(keys[0], "r") is BlockState.FILLING
+    assert story.facade.lookup_state(keys[0], "r") is FILLING
+
+
+# --- one by one ---
 
 
 def test_a_promotion_that_the_reserve_has_no_room_for_is_refused_and_counted() -> None:
-    keys = keys_of(3)
-    story = story_of_a_tier(keys, slots=4, store_reserve_fraction=0.5)
-    facade, counts = story.facade, story.runtime.primary.counts
-    facade.on_request_started("r")
-    assert [facade.lookup_state(key, "r") for key in keys] == [
-        BlockState.FILLING,
-        BlockState.FILLING,
-        BlockState.ABSENT,
-    ]
-    assert counts.promotions_refused == 1
-    assert facade.statistics().primary.promotion_slots == 2
+    story, keys = story_of_a_tier(3, slots=4, store_reserve_fraction=0.5)
+    story.facade.on_request_started("r")
+    states = [story.facade.lookup_state(key, "r") for key in keys]
+    assert states == [FILLING, FILLING, ABSENT]
+    assert story.primary.counts.promotions_refused == 1
+    assert story.primary.promotion_slots == 2
 
 
 def test_a_promotion_for_which_nothing_can_go_is_refused_and_counted() -> None:
     """All slots but the reserve may be promoted to, if only there were one."""
-    (key,) = keys_of(1)
-    story = story_of_a_tier([key], slots=2)
-    facade, counts = story.facade, story.runtime.primary.counts
-    facade.on_request_started("reads")
-    held = keys_of(2, b"n")
-    assert facade.lookup_prefix(held, "reads") == 2
-    facade.prepare_load(held, "reads")
-    facade.on_request_started("r")
-    assert facade.lookup_state(key, "r") is BlockState.ABSENT
-    assert counts.promotions_refused == 1
+    story, (key,) = story_of_a_tier(slots=2)
+    story.facade.on_request_started("r")
+    story.facade.prepare_load(keys_of(2, b"n"), "r")
+    assert story.facade.lookup_state(key, "r") is ABSENT
+    assert story.primary.counts.promotions_refused == 1
 
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_what_was_not_sent_yet_ends_with_the_decision(is_known: bool) -> None:
     """Promise 16: neither a probe nor a load is sent for a request that runs without it."""
-    (key,) = keys_of(1, b"k" if is_known else b"u")
-    story = story_of_a_tier(keys_of(1), slots=2)
+    story, (key,) = story_of_a_tier(slots=2)
+    key, state = (key, FILLING) if is_known else (b"u" + bytes(5), PROBING)
     facade = story.facade
     facade.on_request_started("r")
-    state = BlockState.FILLING if is_known else BlockState.PROBING
     assert facade.lookup_state(key, "r") is state
     facade.on_requests_scheduled(["r", "unknown"])
-    facade.step_end()
-    assert story.answer_all() == []
-    primary = facade.statistics().primary
-    assert (primary.promotion_slots, primary.filling_from_tiers_slots) == (0, 0)
-    assert primary.free_slots + primary.ready_slots == 2
+    assert story.step() == []
+    assert (story.primary.promotion_slots, story.primary.filling_from_tiers_slots) == (0, 0)
+    assert story.primary.free_slots + story.primary.ready_slots == 2
     assert facade.lookup_state(key, "r") is state, "it may ask again"
 
 
-@pytest.mark.parametrize("hangs", [True, False])
-def test_a_load_that_fails_leaves_no_lease_and_is_not_asked_for_again(hangs: bool) -> None:
-    (key,) = keys_of(1)
-    story = story_of_a_tier([key], slots=4)
+@pytest.mark.parametrize("outcome", [None, Outcome.ABSENT, Outcome.FAILED])
+def test_a_load_that_fails_leaves_no_lease_and_is_not_asked_for_again(
+    outcome: Outcome | None,
+) -> None:
+    """None: it hangs. Else its slot is anybody's, while its request goes on."""
+    story, (key,) = story_of_a_tier(slots=2)
     facade = story.facade
     facade.on_request_started("r")
     facade.lookup_state(key, "r")
     facade.step_end()
-    if hangs:
+    if outcome is None:
         story.runtime.cell.settle()
         story.now += 1000.0
         facade.step_end()
     else:
-        story.answer_all(Outcome.ABSENT)
-    assert facade.statistics().primary.promotion_slots == 0
-    assert facade.lookup_state(key, "r") is BlockState.ABSENT
-    facade.on_request_finished("r")
+        story.answer_all(outcome)
+    assert story.primary.promotion_slots == 0
+    assert facade.lookup_state(key, "r") is ABSENT
     assert story.runtime.primary.audit().promotions.leases == {}
+    if outcome is not None:
+        assert len(story.grant(keys_of(2, b"w")).keys) == 2
 
 
 def test_completions_of_what_was_begun_and_what_was_not_are_told_apart() -> None:
+    """Promise 8: no assertion of ours takes the engine down."""
     story = Story(tiers=0, slots=4)
     keys = keys_of(3)
     story.store(keys)
-    facade, counts = story.facade, story.runtime.primary.counts
+    facade = story.facade
     facade.on_request_started("r")
-    facade.lookup_prefix(keys, "r")
     facade.prepare_load(keys[:2], "r")
     facade.complete_load(keys, "r")
-    assert counts.unknown_completions == 1
-    assert facade.statistics().primary.pinned_slots == 0
-    grant = facade.prepare_store(keys_of(1, b"w"), "r")
-    assert grant is not None
-    facade.complete_store([*grant.keys, *keys[:2]], "r")
-    assert counts.unknown_completions == 3
-    assert facade.lookup(grant.keys[0], "r") is True
-
-
-def test_what_was_not_sent_to_a_link_that_breaks_is_given_up_and_no_more() -> None:
-    keys = keys_of(2)
-    story = story_of_a_tier(keys, slots=8, tiers=2)
-    facade = story.facade
-    for name, key, tiers in (("first", keys[0], 0b01), ("second", keys[1], 0b10)):
-        facade.on_request_started(name, tiers=tiers)
-        assert facade.lookup_state(key, name) is BlockState.FILLING
-    story.runtime.cell.raises_faults = False
-    story.runtime.cell.break_down(story.runtime.engine.links[0])
-    assert facade.lookup_state(keys[0], "first") is BlockState.ABSENT
-    primary = facade.statistics().primary
-    assert (primary.promotion_slots, primary.quarantined_slots) == (1, 0), "nothing writes there"
-    facade.step_end()
-    story.answer_all()
-    assert facade.lookup(keys[1], "second") is True
-
-
-def test_a_lease_that_ends_frees_nothing_that_somebody_reads() -> None:
-    """The eviction policy is told of what may go, and of nothing else."""
-    keys = keys_of(2)
-    story = story_of_a_tier(keys, slots=8)
-    facade = story.facade
-    facade.on_request_started("r")
-    for key in keys:
-        facade.lookup_state(key, "r")
-    facade.step_end()
-    story.answer_all()
-    facade.on_request_started("reads")
-    assert facade.lookup(keys[0], "reads") is True
-    facade.prepare_load(keys[:1], "reads")
-    facade.step_end()
-    policy = story.runtime.engine.policy.policy
-    assert set(policy._held) == set(keys)
-    facade.on_request_finished("r")
-    story.runtime.cell.settle()
-    assert set(policy._held) == {keys[0]}
-    facade.complete_load(keys[:1], "reads")
-    story.runtime.cell.settle()
-    assert set(policy._held) == set()
-
-
-def test_a_hit_that_was_looked_up_by_itself_holds_until_the_step_ends() -> None:
-    """Promise 5 again: the store of another request in the same step takes another block."""
-    story = Story(tiers=0, slots=2)
-    old, young = keys_of(2)
-    story.store([old], "first")
-    story.store([young], "second")
-    facade = story.facade
-    facade.on_request_started("r")
-    assert facade.lookup(old, "r") is True
-    facade.on_request_started("w")
-    grant = facade.prepare_store(keys_of(2, b"w"), "w")
-    assert grant is not None
-    assert grant.evicted == [young]
-    assert len(facade.prepare_load([old], "r")) == 1
+    assert story.primary.counts.unknown_completions == 1
+    assert story.primary.pinned_slots == 0
+    (new,) = story.grant(keys_of(1, b"w"), "r").keys
+    facade.complete_store([new, *keys[:2], b"never"], "r")
+    assert story.primary.counts.unknown_completions == 4
+    assert facade.lookup(new, "r") is True
 
 
 def test_a_request_that_never_began_is_told_what_is_here_and_asks_no_tier() -> None:
-    story = story_of_a_tier(keys_of(1), slots=4)
+    story, (away,) = story_of_a_tier(slots=4)
     facade = story.facade
-    facade.on_request_started("w")
-    grant = facade.prepare_store(keys_of(1, b"w"), "w")
-    assert grant is not None
-    assert facade.lookup_state(grant.keys[0], "unknown") is BlockState.FILLING
-    facade.complete_store(grant.keys, "w")
+    (key,) = story.grant(keys_of(1, b"w")).keys
+    assert facade.lookup_state(key, "unknown") is FILLING
+    facade.complete_store([key], "w")
     story.answer_all()
-    assert facade.lookup_state(grant.keys[0], "unknown") is BlockState.READY
-    assert facade.lookup_state(keys_of(1)[0], "unknown") is BlockState.ABSENT
-    facade.step_end()
-    assert story.answer_all() == []
-
-
-def test_keys_looked_up_in_one_go_have_the_states_that_each_has_by_itself() -> None:
-    story = Story(slots=8)
-    facade = story.facade
-    stored, written, unknown = keys_of(2), keys_of(1, b"w"), keys_of(1, b"u")
-    story.store(stored)
-    facade.on_request_started("w")
-    grant = facade.prepare_store(written, "w")
-    assert grant is not None
-    facade.on_request_started("r")
-    assert facade.lookup_states([*stored, *written, *unknown], "r") == [
-        BlockState.READY,
-        BlockState.READY,
-        BlockState.FILLING,
-        BlockState.PROBING,
-    ]
+    assert facade.lookup_state(key, "unknown") is READY
+    assert facade.lookup_state(away, "unknown") is ABSENT
+    assert story.step() == []
 
 
 def test_where_no_step_ends_what_is_behind_a_gap_is_promoted_all_the_same() -> None:
     """Promise 6: a caller that only looks up gets an answer in time, too."""
-    (known,) = keys_of(1)
-    (unknown,) = keys_of(1, b"u")
-    story = story_of_a_tier([known], slots=4)
+    story, (known,) = story_of_a_tier(slots=4)
+    unknown = b"u" + bytes(5)
     facade = story.facade
     facade.on_request_started("r")
-    assert facade.lookup_state(unknown, "r") is BlockState.PROBING
-    assert facade.lookup_state(known, "r") is BlockState.PROBING, "not before the one before it"
+    assert facade.lookup_state(unknown, "r") is PROBING
+    assert facade.lookup_state(known, "r") is PROBING, "not before the one before it"
     for _ in range(2):
         story.now += 1.0
-        assert facade.lookup_state(unknown, "r") is BlockState.PROBING
+        assert facade.lookup_state(unknown, "r") is PROBING
     story.answer_all(Outcome.ABSENT)
-    assert facade.lookup_state(unknown, "r") is BlockState.ABSENT
+    assert facade.lookup_state(unknown, "r") is ABSENT
     for _ in range(3):
         story.now += 1.0
-        assert facade.lookup_state(known, "r") is BlockState.FILLING
+        assert facade.lookup_state(known, "r") is FILLING
     story.answer_all()
-    assert facade.lookup_state(known, "r") is BlockState.READY
+    assert facade.lookup_state(known, "r") is READY
 
 
 def test_what_a_slow_step_asks_for_goes_together() -> None:
@@ -241,8 +163,7 @@ def test_what_a_slow_step_asks_for_goes_together() -> None:
         story.now += 1.0  # since the step before
         assert story.facade.lookup(keys[0], "r") is None
         story.facade.lookup_states(keys[1:], "r")
-        story.facade.step_end()
-        (batch,) = story.answer_all()
+        (batch,) = story.step()
         assert len(batch.keys) == 3
     assert story.facade.lookup_prefix(keys, "r") == 3
 
@@ -250,22 +171,100 @@ def test_what_a_slow_step_asks_for_goes_together() -> None:
 def test_a_block_that_is_promoted_meanwhile_is_asked_of_no_tier() -> None:
     """One request may only use a tier of which nothing is known; another had no need to ask."""
     story = Story(slots=2, tiers=2)
-    facade, runtime = story.facade, story.runtime
-    (key,) = keys_of(1)
-    facade.on_request_started("w")
-    grant = facade.prepare_store([key], "w")
-    assert grant is not None
-    facade.complete_store(grant.keys, "w")
-    facade.on_request_finished("w")
-    runtime.cell.settle()
-    for tier, outcome in zip(runtime.tiers, (Outcome.DONE, Outcome.FAILED), strict=True):
-        tier.answer(tier.batches[0], [outcome])
-    runtime.cell.settle()
-    story.store(keys_of(2, b"n"), "other")
+    facade, (key,) = story.facade, keys_of(1)
+    story.tell(wire.PresenceChanged((key,), (), 0))
     facade.on_request_started("second", tiers=0b10)
-    assert facade.lookup_state(key, "second") is BlockState.PROBING
+    assert facade.lookup_state(key, "second") is PROBING
     facade.on_request_started("any")
-    assert facade.lookup_state(key, "any") is BlockState.FILLING
-    facade.step_end()
-    assert [type(batch) for batch in story.answer_all()] == [LoadBatch]
+    assert facade.lookup_state(key, "any") is FILLING
+    assert [type(batch) for batch in story.step()] == [LoadBatch]
     assert facade.lookup(key, "any") is True
+
+
+def test_a_block_that_is_stored_meanwhile_is_asked_of_no_tier() -> None:
+    story = Story(slots=4)
+    stored, wanted = keys_of(2)
+    story.facade.on_request_started("r")
+    assert story.facade.lookup_states([stored, wanted], "r") == [PROBING] * 2
+    story.grant([stored])
+    assert story.facade.lookup_state(stored, "r") is FILLING
+    assert [batch.keys for batch in story.step(Outcome.ABSENT)] == [(wanted,)]
+
+
+# --- counters ---
+
+
+@pytest.mark.parametrize("in_one_go", [True, False])
+def test_a_hit_stays_one_and_a_miss_stays_one_whatever_comes_later(in_one_go: bool) -> None:
+    """A request is preempted, and others take the room: vLLM ends for a counter that falls."""
+    story = Story(tiers=0, slots=2)
+    facade, (first, second) = story.facade, keys_of(2)
+
+    def look(expected: int, *counted: int) -> None:
+        """Find so many of the blocks; then there are so many queries and hits."""
+        keys = [first, second]
+        if in_one_go:
+            assert facade.lookup_prefix(keys, "r") == expected
+        else:
+            answers = [facade.lookup(key, "r") for key in keys[: expected + 1]]
+            assert answers.count(True) == expected
+        facade.prepare_load(keys[:expected], "r")
+        facade.complete_load(keys[:expected], "r")
+        facade.step_end()
+        assert (story.primary.counts.queries, story.primary.counts.hits) == counted
+
+    story.store([first])
+    facade.on_request_started("r")
+    look(1, 2, 1)
+    story.store([second], "later")
+    look(2, 2, 1)
+    story.store(keys_of(2, b"n"), "other")
+    look(0, 2, 1)
+    facade.on_request_finished("r")
+    assert (story.primary.counts.queries, story.primary.counts.hits) == (2, 1)
+
+
+# --- resets ---
+
+
+def test_a_request_may_ask_a_tier_that_failed_it_before_a_reset() -> None:
+    """What failed then was of the old epoch: a request that goes on is not cut off for good."""
+    story, (key,) = story_of_a_tier(slots=2)
+    facade = story.facade
+    facade.on_request_started("r")
+    assert facade.lookup(key, "r") is None
+    story.step(Outcome.FAILED)
+    assert facade.lookup_state(key, "r") is ABSENT, "the only tier has failed it"
+    facade.reset()
+    for state in (PROBING, FILLING, READY):
+        assert facade.lookup_state(key, "r") is state
+        story.step()
+
+
+def test_a_reset_forgets_where_a_requests_blocks_came_from() -> None:
+    """What is loaded after it came from somewhere else, which may be the GPU itself."""
+    story, (key,) = story_of_a_tier(slots=2)
+    facade = story.facade
+    facade.on_request_started("r")
+    assert facade.lookup(key, "r") is None
+    story.step()
+    assert facade.load_sources("r") == {key: 0}
+    facade.reset()
+    assert facade.load_sources("r") == {}
+    facade.complete_store(story.grant([key], "r").keys, "r")
+    assert facade.lookup(key, "r") is True
+    assert facade.load_sources("r") == {}, "the GPU brought it"
+
+
+def test_a_hit_from_before_a_reset_protects_nothing_after_it() -> None:
+    """Its slot belongs to another block now, which may go in the same step."""
+    story = Story(tiers=0, slots=1)
+    first, second, third = keys_of(3)
+    story.store([first])
+    facade = story.facade
+    facade.on_request_started("r")
+    assert facade.lookup(first, "r") is True
+    facade.reset()
+    for key in (second, third):
+        facade.complete_store(story.grant([key], "r").keys, "r")
+    assert facade.lookup(third, "r") is True
