@@ -90,16 +90,6 @@ class BusyMachine:
         return self.facade.statistics().tiers[0].breakers["probes"]
 
 
-def test_a_tier_that_is_not_run_is_not_late() -> None:
-    busy = BusyMachine()
-    busy.passes(1.5 * PROBE_S, not_run_s=PROBE_S)
-    assert busy.breaker == "CLOSED"
-    assert busy.facade.lookup_state(busy.key, "r") is PROBING
-    busy.story.answer_all()
-    busy.facade.step_end()
-    assert busy.facade.lookup_state(busy.key, "r") is FILLING
-
-
 def test_nobody_waits_longer_since_a_tier_is_not_run() -> None:
     """Its answer comes too late for the request, says what is there, and is no failure."""
     busy = BusyMachine()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from kvtier.core import wire
@@ -12,37 +10,19 @@ from kvtier.core.events import EventKind
 from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.engine.link.presence_feed import FadingPresence
 from kvtier.plugin_api.backend import BackendTraits, Connection, Outcome
-from tests.unit.engine._story import Story, keys_of
-
-if TYPE_CHECKING:
-    from kvtier.engine.link.tier_link import TierLink
+from tests.unit.engine._story import Story, cascade, keys_of, link_of, look_up, story_of_a_tier
 
 CONNECTING, UP, GONE = Connection.CONNECTING, Connection.UP, Connection.GONE
 
 
-def link_of(story: Story) -> TierLink:
-    return story.runtime.engine.links[0]
-
-
 def report(story: Story, state: Connection) -> None:
     """Have the backend report how it stands with its server."""
-    story.runtime.tiers[0].inbox.post(wire.ConnectionChanged(state))
-    story.runtime.cell.settle()
-
-
-def look_up(story: Story, key: bytes, request: str = "r") -> BlockState:
-    story.facade.on_request_started(request)
-    state = story.facade.lookup_state(key, request)
-    story.facade.step_end()
-    return state
+    story.tell(wire.ConnectionChanged(state))
 
 
 def story_with_a_stored_block(**settings: object) -> tuple[Story, bytes]:
     """Return a runtime whose tier alone has a block, which it has told of."""
-    story = Story(slots=4, **settings)  # type: ignore[arg-type]
-    (key,) = keys_of(1)
-    story.store([key])
-    story.store(keys_of(4, b"n"), "other")
+    story, (key,) = story_of_a_tier(**{"slots": 4, **settings})
     story.facade.take_events()
     return story, key
 
@@ -56,19 +36,13 @@ def test_no_request_waits_for_a_tier_without_its_server(state: Connection) -> No
 
 
 def test_a_request_that_waits_when_the_server_is_lost_waits_no_longer() -> None:
+    """A late answer of that server is counted and ignored."""
     story = Story()
     (key,) = keys_of(1)
     assert look_up(story, key) is BlockState.PROBING
-    report(story, GONE)
-    assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
-
-
-def test_a_late_answer_of_a_lost_server_is_counted_and_ignored() -> None:
-    story = Story()
-    (key,) = keys_of(1)
-    look_up(story, key)
     story.runtime.cell.settle()
     report(story, GONE)
+    assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
     story.answer_all()
     assert link_of(story).counts.late_completions == 1
     assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
@@ -80,7 +54,7 @@ def test_nothing_is_stored_in_a_tier_without_its_server() -> None:
     story.store(keys_of(2))
     assert story.runtime.tiers[0].batches == []
     assert link_of(story).counts.stores_deferred == 2
-    assert story.facade.statistics().primary.pinned_slots == 0
+    assert story.primary.pinned_slots == 0
 
 
 def test_what_a_server_had_is_asked_for_again_once_it_is_back() -> None:
@@ -96,10 +70,7 @@ def test_what_a_server_had_is_asked_for_again_once_it_is_back() -> None:
 
 def test_a_store_that_ends_without_a_server_is_no_promise_of_what_is_there() -> None:
     story = Story(slots=4)
-    (key,) = keys_of(1)
-    story.facade.on_request_started("w")
-    story.facade.prepare_store([key], "w")
-    story.facade.complete_store([key], "w")
+    cascade(story, keys_of(1))
     story.runtime.cell.settle()
     report(story, GONE)
     story.answer_all()
@@ -136,8 +107,7 @@ def test_a_tier_that_was_long_in_opening_is_tried_at_once() -> None:
     story.facade.step_end()  # the probe is late
     assert link_of(story).audit().breaker is BreakerState.OPEN
     assert look_up(story, key, "meanwhile") is BlockState.ABSENT
-    story.runtime.tiers[0].inbox.post(wire.TierOpened())
-    story.runtime.cell.settle()
+    story.tell(wire.TierOpened())
     assert look_up(story, key, "again") is BlockState.PROBING
 
 
@@ -176,40 +146,30 @@ def test_what_a_new_backend_has_reported_by_the_time_it_is_met_holds() -> None:
     """One in a thread is open, and may have reached its server, when the link hears of it."""
     story, key = story_with_a_stored_block()
     traits = BackendTraits(1, 1, connects=True)
-    begun = (wire.TierBroke(reason="x"), wire.TierFenced())
     for state, found in ((UP, BlockState.PROBING), (CONNECTING, BlockState.ABSENT)):
-        for message in (*begun, wire.ConnectionChanged(state), wire.TierRestarted(traits)):
-            story.runtime.tiers[0].inbox.post(message)
-        story.runtime.cell.settle()
+        story.restart(wire.ConnectionChanged(state), traits=traits)
         assert look_up(story, key, state.name) is found
 
 
-def test_a_server_that_is_reached_at_the_start_is_no_warning() -> None:
+def test_how_a_tier_stands_with_its_server_is_told_counted_and_shown() -> None:
+    """That it is reached at the start is no warning."""
     story = Story()
-    for state in (CONNECTING, UP, GONE, UP):
+    for state in (CONNECTING, UP, GONE, GONE, UP):
         report(story, state)
+        assert story.facade.statistics().tiers[0].connection == state.name
     told = [(notice.event, notice.level) for notice in story.runtime.cell.notices]
     assert told == [
         ("tier has reached its server", "info"),
         ("tier lost its server", "warning"),
         ("tier has reached its server", "warning"),
     ]
-
-
-def test_a_lost_server_is_counted_and_shown() -> None:
-    story = Story()
-    for state in (CONNECTING, UP, GONE, GONE, UP):
-        report(story, state)
-        assert story.facade.statistics().tiers[0].connection == state.name
     assert link_of(story).counts.connections_lost == 1
 
 
 def test_a_restarted_tier_does_not_inherit_a_lost_connection() -> None:
     story, key = story_with_a_stored_block()
     report(story, GONE)
-    for message in (wire.TierBroke(reason="x"), wire.TierFenced(), wire.TierRestarted()):
-        story.runtime.tiers[0].inbox.post(message)
-    story.runtime.cell.settle()
+    story.restart()
     assert look_up(story, key) is BlockState.PROBING
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from kvtier.core import messages as m
 from kvtier.core.messages import RequestOrder
 from kvtier.engine.primary.cascades import DeferredBlock, MissingPrefixes
@@ -23,9 +25,7 @@ def stored(story: Story, outcome: Outcome = Outcome.DONE) -> list[Key]:
 
 def store_more(story: Story, keys: list[Key], *, success: bool = True, **told: Any) -> None:
     """Have the GPU store blocks of a request that runs."""
-    grant = story.facade.prepare_store(keys, "r", **told)
-    assert grant is not None
-    story.facade.complete_store(grant.keys, "r", success=success)
+    story.facade.complete_store(story.grant(keys, "r", **told).keys, "r", success=success)
 
 
 def holes(story: Story) -> frozenset[Key]:
@@ -35,31 +35,21 @@ def holes(story: Story) -> frozenset[Key]:
 # --- what is deferred ---
 
 
-def test_a_prompt_that_was_cut_off_at_half_is_whole_after_a_quiet_second() -> None:
-    story, keys = Story(**HALF), keys_of(8)
-    cascade(story, keys)
-    story.facade.on_request_finished("w")
-    story.runtime.cell.settle()
-    assert tier_of(story).batches[0].keys == tuple(keys[:4])
-    assert holes(story) == set(keys[4:])
-    story.pass_time(1.0)
-    assert stored(story) == keys
-    counts = counts_of(story)
-    assert (counts.stores_deferred, counts.cascades_dropped) == (4, 0)
-    assert holes(story) == frozenset()
-    assert story.facade.statistics().primary.pinned_slots == 0
-
-
-def test_what_completes_from_tail_to_head_is_deferred_as_a_whole() -> None:
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_comes_behind_something_that_waits_is_deferred_whatever_completes_first(
+    order: int,
+) -> None:
     """The GPU's stores end in any order: the last block follows on one that follows on a hole."""
     story, keys = Story(**HALF), keys_of(8)
     story.facade.on_request_started("r")
     store_more(story, keys[:6], order=RequestOrder(0, tuple(keys)))
-    grant = story.facade.prepare_store(keys[6:], "r")
-    assert grant is not None
-    story.facade.complete_store(grant.keys[::-1], "r")
+    story.facade.complete_store(story.grant(keys[6:], "r").keys[::order], "r")
     assert holes(story) == set(keys[4:])
     assert stored(story) == keys
+    assert holes(story) == frozenset()
+    counts = counts_of(story)
+    assert (counts.stores_deferred, counts.cascades_dropped) == (2, 0)
+    assert story.primary.pinned_slots == 0
 
 
 def test_a_lost_block_that_comes_again_is_no_hole_for_those_that_come_with_it() -> None:
@@ -67,19 +57,8 @@ def test_a_lost_block_that_comes_again_is_no_hole_for_those_that_come_with_it() 
     story.facade.on_request_started("r")
     store_more(story, keys[:1], success=False, order=RequestOrder(0, tuple(keys)))
     assert holes(story) == set(keys[:1])
-    grant = story.facade.prepare_store(keys, "r")
-    assert grant is not None
-    story.facade.complete_store(grant.keys[::-1], "r")
+    story.facade.complete_store(story.grant(keys, "r").keys[::-1], "r")
     assert holes(story) == set()
-    assert stored(story) == keys
-
-
-def test_what_comes_while_something_waits_is_stored_behind_it() -> None:
-    story, keys = Story(**HALF), keys_of(8)
-    story.facade.on_request_started("r")
-    store_more(story, keys[:6], order=RequestOrder(0, tuple(keys)))
-    store_more(story, keys[6:])
-    assert holes(story) == set(keys[4:]), "the last two follow on what was deferred"
     assert stored(story) == keys
 
 
@@ -155,7 +134,7 @@ def test_nothing_is_written_behind_a_block_that_is_lost() -> None:
     story.pass_time(3.0)
     assert stored(story) == []
     assert holes(story) == set(keys[1:4])
-    assert story.facade.statistics().primary.pinned_slots == 0
+    assert story.primary.pinned_slots == 0
 
 
 def test_a_hole_is_none_once_the_tier_is_known_to_have_the_block() -> None:
@@ -182,18 +161,7 @@ def test_a_model_with_windows_has_no_holes_to_stop_at() -> None:
 # --- when it comes back ---
 
 
-def test_what_failed_is_tried_again_after_a_second() -> None:
-    story, keys = Story(slots=8, breaker_failures_max=100), keys_of(2)
-    cascade(story, keys)
-    assert stored(story, Outcome.FAILED) == keys
-    story.pass_time(0.9)
-    assert stored(story) == []
-    story.pass_time(0.2)
-    assert stored(story) == keys
-    assert counts_of(story).stores_deferred == 2
-
-
-def test_only_what_a_tier_did_not_take_is_stored_again() -> None:
+def test_what_a_tier_did_not_take_is_stored_again_after_a_second() -> None:
     story, keys = Story(slots=8, breaker_failures_max=100), keys_of(3)
     cascade(story, keys)
     story.runtime.cell.settle()
@@ -201,7 +169,9 @@ def test_only_what_a_tier_did_not_take_is_stored_again() -> None:
     tier.answer(tier.batches[0], [Outcome.DONE, Outcome.FAILED, Outcome.DONE])
     story.runtime.cell.settle()
     assert counts_of(story).stores_deferred == 1
-    story.pass_time(1.1)
+    story.pass_time(0.9)
+    assert stored(story) == []
+    story.pass_time(0.2)
     assert stored(story) == keys[1:2]
 
 
@@ -243,56 +213,18 @@ def test_a_reset_forgets_what_was_deferred() -> None:
 # --- the books of one tier ---
 
 
-def book(keys_max: int = 8) -> tuple[MissingPrefixes, set[Key]]:
-    """Return holes, and what is known to be at the tier, as tests set it."""
-    there: set[Key] = set()
-    return MissingPrefixes(keys_max, there.__contains__), there
-
-
-def defer(holes: MissingPrefixes, keys: list[Key], before: Key | None = None) -> None:
-    for key in keys:
-        holes.defer(key, DeferredBlock("r", before, is_admitted=True))
-        before = key
-
-
-def test_heads_are_offered_before_their_tails() -> None:
-    holes, _ = book()
-    keys = keys_of(4)
-    defer(holes, keys)
-    now, lost = holes.pop(2)
-    assert ([*now], lost) == (keys[:2], 0)
-    assert not holes.includes(keys[0])
-    assert holes.includes(keys[2])
-    assert [*holes.pop(9)[0]] == keys[2:]
-    assert not holes
-
-
 def test_a_tail_that_came_first_waits_for_its_head() -> None:
-    holes, _ = book()
+    holes = MissingPrefixes(8, lambda _: False)
     head, tail = keys_of(2)
-    defer(holes, [tail], before=head)
-    defer(holes, [head])
+    for key, before in ((tail, head), (head, None)):
+        holes.defer(key, DeferredBlock("r", before, is_admitted=True))
     assert [*holes.pop(9)[0]] == [head]
     assert [*holes.pop(9)[0]] == [tail]
-
-
-def test_what_follows_on_what_is_gone_is_lost() -> None:
-    holes, there = book()
-    keys = keys_of(3)
-    defer(holes, keys)
-    assert holes.deferred_of("r") == 3
-    holes.leave(keys[1:2])
-    now, lost = holes.pop(9)
-    assert ([*now], lost) == (keys[:1], 2)
-    assert holes.deferred_of("r") == 0
-    assert holes.pop(9) == ({}, 0), "they are told once"
-    assert holes.includes(keys[1])
-    there.add(keys[1])
-    assert not holes.includes(keys[1])
+    assert holes.pop(9) == ({}, 0)
 
 
 def test_the_oldest_of_what_is_lost_are_forgotten() -> None:
-    holes, _ = book(keys_max=4)
+    holes = MissingPrefixes(4, lambda _: False)
     keys = keys_of(9)
     for key in keys:
         holes.lose([key])
@@ -306,17 +238,12 @@ def test_a_block_that_is_kept_is_given_to_no_tier_and_what_has_its_name_later_is
     """It is kept for as long as it is in host memory, whoever offers it again."""
     story, keys = Story(tiers=2, whole=True), keys_of(4)
     story.facade.on_request_started("r")
-    grant = story.facade.prepare_store(keys, "r")
-    assert grant is not None
-    story.facade.complete_store(grant.keys, "r", kept=keys[2:])
+    story.facade.complete_store(story.grant(keys, "r").keys, "r", kept=keys[2:])
     story.facade.prepare_store(keys, "r")
     assert set(stored(story)) == set(keys[:2])
     assert set(keys) <= set(story.runtime.primary.resident())
     story.facade.on_request_finished("r")
     story.store(keys_of(8, b"other"))
     assert not set(keys) & set(story.runtime.primary.resident())
-    story.facade.on_request_started("s")
-    grant = story.facade.prepare_store(keys[2:], "s")
-    assert grant is not None
-    story.facade.complete_store(grant.keys, "s")
+    cascade(story, keys[2:], "s")
     assert set(stored(story)) == set(keys[2:])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
-
 from kvtier.core.block_state import BlockState
 from kvtier.engine.link.circuit_breaker import Breaker, BreakerState, Work
 from kvtier.engine.link.tier_health import PEERS_MAX, PeerHealth
@@ -75,6 +73,15 @@ def is_served(story: Story, request: str, peer: str) -> bool:
 def wait_for_loads(story: Story, seconds: float = 0.0) -> None:
     story.now += seconds or link_of(story)._tier_config.promote_timeout_s
     story.facade.step_end()
+
+
+def several_hang(story: Story, *, another: str | None = None) -> None:
+    """Have three peers end no load, one after the other; ``another`` ends one after each."""
+    for number in range(3):
+        assert breakers(story)[Work.LOAD] is BreakerState.CLOSED
+        assert load(story, f"h{number}", f"10.0.0.{number}:5710")
+        wait_for_loads(story)
+        assert another is None or is_served(story, f"w{number}", another)
 
 
 def breakers(story: Story) -> dict[Work, BreakerState]:
@@ -156,27 +163,11 @@ def test_a_trial_that_a_peer_fails_is_no_further_failure_of_the_tier() -> None:
     assert len(said(story)) == 1, "it was not closed meanwhile"
 
 
-@pytest.mark.parametrize("is_one_well", [False, True])
-def test_a_tier_is_left_alone_if_several_peers_fail_and_none_does_any_work(
-    is_one_well: bool,
-) -> None:
+def test_a_tier_is_left_alone_if_several_peers_fail_and_goes_on_with_one_of_them() -> None:
     story = story_of_peers()
-    for number in range(3):
-        assert breakers(story)[Work.LOAD] is BreakerState.CLOSED
-        assert load(story, f"h{number}", f"10.0.0.{number}:5710")
-        wait_for_loads(story)
-        if is_one_well:
-            assert is_served(story, f"w{number}", WELL)
-    assert is_served(story, "other", WELL) is is_one_well
-    state = BreakerState.CLOSED if is_one_well else BreakerState.OPEN
-    assert breakers(story)[Work.LOAD] is state
-
-
-def test_a_tier_whose_peers_fail_goes_on_with_one_of_them() -> None:
-    story = story_of_peers()
-    for number in range(3):
-        assert load(story, f"h{number}", f"10.0.0.{number}:5710")
-        wait_for_loads(story)
+    several_hang(story)
+    assert breakers(story)[Work.LOAD] is BreakerState.OPEN
+    assert not is_served(story, "other", WELL)
     wait_for_loads(story, PAUSE_S)
     assert is_served(story, "tries", WELL)
     assert is_served(story, "later", WELL)
@@ -187,11 +178,16 @@ def test_a_tier_whose_peers_fail_goes_on_with_one_of_them() -> None:
     ]
 
 
+def test_a_tier_that_works_for_another_peer_is_not_left_alone() -> None:
+    story = story_of_peers()
+    several_hang(story, another=WELL)
+    assert is_served(story, "other", WELL)
+    assert breakers(story)[Work.LOAD] is BreakerState.CLOSED
+
+
 def test_a_trial_of_a_tier_that_a_peer_fails_is_no_return() -> None:
     story = story_of_peers()
-    for number in range(3):
-        assert load(story, f"h{number}", f"10.0.0.{number}:5710")
-        wait_for_loads(story)
+    several_hang(story)
     wait_for_loads(story, PAUSE_S)
     assert load(story, "tries", WELL)
     answer(story, "tries", Outcome.FAILED)

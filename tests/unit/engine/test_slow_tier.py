@@ -15,6 +15,7 @@ from tests.unit.engine._story import (
     counts_of,
     keys_of,
     link_of,
+    look_up,
     promote,
     story_of_a_tier,
     tier_of,
@@ -36,8 +37,7 @@ class SlowTier:
         settings = {"slots": 96, "store_reserve_fraction": 0.1, "on_reset": "keep", **settings}
         self.story, self.keys = story_of_a_tier(2 * COUNT, **settings)
         self.facade = self.story.facade
-        self.facade.reset()
-        self.facade.on_reset_flushed()
+        self.story.forget()
         self.loaded: list[bytes] = []
         taught, self.keys = self.keys[:3], self.keys[3:]
         for number, key in enumerate(taught):
@@ -89,23 +89,19 @@ def test_a_queue_of_many_times_the_limit_is_worked_off_and_the_tier_stays_in_use
     assert (counts.jobs_timed_out, counts.breaker_opened, counts.promotions_dropped) == (0, 0, 0)
 
 
-def test_a_tier_is_given_no_more_than_it_works_off_soon() -> None:
-    slow = SlowTier()
-    slow.ask("r", slow.keys[:20])
-    at_tier = sum(len(job.slots) for job in link_of(slow.story).audit().jobs.values())
-    assert at_tier == 2, "one that it works at, and one to go on with"
-    assert len(link_of(slow.story).audit().waiting_loads) == 18
-    assert slow.facade.statistics().tiers[0].promotion_slots == 20
-
-
-def test_how_fast_a_tier_is_and_what_it_is_given_at_once_is_told() -> None:
+def test_a_tier_is_given_no_more_than_it_works_off_soon_and_its_speed_is_told() -> None:
     slow = SlowTier()
     slow.ask("r", slow.keys[:40])
+    link = link_of(slow.story)
+    at_tier = sum(len(job.slots) for job in link.audit().jobs.values())
+    assert at_tier == 2, "one that it works at, and one to go on with"
+    assert len(link.audit().waiting_loads) == 38
+    assert link.statistics().promotion_slots == 40
     slow.serve(40)
-    loads = slow.facade.statistics().tiers[0].speeds["loads"]
+    loads = link.statistics().speeds["loads"]
     assert loads.bytes_per_s == pytest.approx(BLOCK_BYTES / BLOCK_S, rel=0.3)
     assert (loads.window, loads.answers_per_s) == (2, 0)
-    assert slow.facade.statistics().tiers[0].speeds["loads"] is loads, "until more is known"
+    assert link.statistics().speeds["loads"] is loads, "until more is known"
 
 
 def test_a_tier_of_which_only_the_latency_shows_has_no_throughput() -> None:
@@ -120,8 +116,7 @@ def test_a_tier_of_which_only_the_latency_shows_has_no_throughput() -> None:
 
 def test_a_tier_that_is_fast_is_given_all_at_once() -> None:
     story, keys = story_of_a_tier(24, slots=64, on_reset="keep")
-    story.facade.reset()
-    story.facade.on_reset_flushed()
+    story.forget()
     promote(story, keys[0], "first")
     story.now += 0.0005
     story.answer_all()
@@ -172,11 +167,9 @@ def test_a_tier_that_hangs_behind_a_queue_is_cut_off_at_its_limit() -> None:
 
 def test_one_call_that_hangs_beside_others_is_given_up_alone() -> None:
     two_calls = BackendTraits(2, 2, load_batch_blocks_max=1)
-    story, keys = story_of_a_tier(
-        24, slots=64, job_blocks_max=1, on_reset="keep", backend_traits=two_calls
-    )
-    story.facade.reset()
-    story.facade.on_reset_flushed()
+    settings = {"slots": 64, "job_blocks_max": 1, "on_reset": "keep"}
+    story, keys = story_of_a_tier(24, backend_traits=two_calls, **settings)
+    story.forget()
     limit_s = link_of(story)._tier_config.promote_timeout_s
     story.facade.on_request_started("r")
     story.facade.lookup_states(keys, "r")
@@ -228,7 +221,7 @@ def test_what_nobody_waits_for_any_more_is_not_read(how: str) -> None:
     slow.serve(2 + 3)
     assert slow.loaded == [*slow.keys[:2], *slow.keys[30:33]]
     assert counts_of(slow.story).promotions_withdrawn == 18
-    seen = slow.facade.statistics().primary
+    seen = slow.story.primary
     assert (seen.filling_from_tiers_slots, seen.quarantined_slots) == (0, 0)
     assert slow.facade.lookup_states(slow.keys[30:33], "stays") == [READY] * 3
 
@@ -251,11 +244,10 @@ def test_what_was_withdrawn_is_asked_for_again_by_whoever_else_wants_it() -> Non
 def test_a_reset_withdraws_what_waits() -> None:
     slow = SlowTier()
     slow.ask("r", slow.keys[:20])
-    slow.facade.reset()
-    slow.facade.on_reset_flushed()
+    slow.story.forget()
     assert link_of(slow.story).audit().waiting_loads == ()
     slow.serve(2)
-    seen = slow.facade.statistics().primary
+    seen = slow.story.primary
     assert (seen.free_slots, seen.quarantined_slots) == (seen.slot_count, 0)
 
 
@@ -289,10 +281,10 @@ def test_a_block_that_arrives_late_and_sound_is_kept() -> None:
     slow.story.runtime.cell.settle()
     slow.pass_time(3.0)
     assert slow.facade.lookup_states(slow.keys[:2], "r") == [ABSENT]
-    assert slow.facade.statistics().primary.quarantined_slots == 2
+    assert slow.story.primary.quarantined_slots == 2
     for outcome in (Outcome.DONE, Outcome.DAMAGED):
         slow.story.answer_batch(outcome)
-    seen = slow.facade.statistics().primary
+    seen = slow.story.primary
     assert seen.quarantined_slots == 0
     assert seen.counts.late_blocks_kept == 1
     slow.facade.on_request_started("next")
@@ -305,28 +297,25 @@ def test_a_late_block_that_was_computed_meanwhile_is_let_go() -> None:
     slow.story.runtime.cell.settle()
     late = slow.batch
     slow.pass_time(3.0)
-    grant = slow.facade.prepare_store(slow.keys[:1], "r")
-    assert grant is not None
-    slow.facade.complete_store(grant.keys, "r")
+    slow.facade.complete_store(slow.story.grant(slow.keys[:1], "r").keys, "r")
     tier_of(slow.story).answer(late, [Outcome.DONE])
     slow.story.runtime.cell.settle()
-    assert slow.facade.statistics().primary.counts.late_blocks_kept == 0
-    assert slow.facade.statistics().primary.quarantined_slots == 0
+    assert slow.story.primary.counts.late_blocks_kept == 0
+    assert slow.story.primary.quarantined_slots == 0
 
 
 def test_an_answer_to_a_probe_that_comes_late_is_learnt() -> None:
     story = Story(wait_timeout_s=0.5)
     (key,) = keys_of(1)
-    story.facade.on_request_started("r")
-    assert story.facade.lookup_state(key, "r") is BlockState.PROBING
-    story.facade.step_end()
+    assert look_up(story, key) is BlockState.PROBING
     story.now += 0.5
     story.facade.step_end()
     assert story.facade.lookup_state(key, "r") is ABSENT
     assert set(story.facade.statistics().tiers[0].breakers.values()) == {"CLOSED"}
     story.answer_all()
-    story.facade.on_request_started("next")
-    assert story.facade.lookup_state(key, "next") is FILLING, "without another probe"
+    assert counts_of(story).late_completions == 1
+    assert story.facade.lookup_state(key, "r") is ABSENT, "it has been told"
+    assert look_up(story, key, "next") is FILLING, "without another probe"
 
 
 # --- probes ---
@@ -410,32 +399,24 @@ def test_what_a_request_asks_that_is_over_is_not_asked() -> None:
 # --- kinds of work fail apart ---
 
 
-def test_a_tier_that_cannot_be_written_to_is_read_from() -> None:
+@pytest.mark.parametrize("sick", ["stores", "loads"])
+def test_a_tier_that_cannot_do_one_kind_of_work_does_the_other(sick: str) -> None:
     story, (key,) = story_of_a_tier(breaker_failures_max=1)
-    cascade(story, keys_of(1, b"s"))
-    story.answer_all(Outcome.FAILED)
-    assert story.facade.statistics().tiers[0].breakers["stores"] == "OPEN"
-    promote(story, key)
-    story.answer_all()
-    assert story.facade.lookup(key, "r") is True
-
-
-def test_a_tier_that_cannot_be_read_from_is_written_to() -> None:
-    story, (key,) = story_of_a_tier(breaker_failures_max=1)
-    promote(story, key)
-    story.answer_all(Outcome.FAILED)
-    assert story.facade.statistics().tiers[0].breakers["loads"] == "OPEN"
     new = keys_of(2, b"s")
-    cascade(story, new)
-    assert [batch.keys for batch in story.answer_all()] == [tuple(new)]
+    kinds = [lambda: cascade(story, new), lambda: promote(story, key)]
+    fails, goes_on = kinds if sick == "stores" else reversed(kinds)
+    fails()
+    story.answer_all(Outcome.FAILED)
+    assert story.facade.statistics().tiers[0].breakers[sick] == "OPEN"
+    goes_on()
+    done = [key for batch in story.answer_all() for key in batch.keys]
+    assert done == ([key] if sick == "stores" else new)
     assert counts_of(story).cascades_dropped == 0
 
 
 def test_a_tier_that_answers_no_probe_serves_what_is_known_of_it() -> None:
     story, (key,) = story_of_a_tier()
-    story.facade.on_request_started("asks")
-    story.facade.lookup_state(b"u" + bytes(5), "asks")
-    story.facade.step_end()
+    look_up(story, b"u" + bytes(5), "asks")
     story.now += 1.0
     story.facade.step_end()
     assert story.facade.statistics().tiers[0].breakers["probes"] == "OPEN"
@@ -462,4 +443,4 @@ def test_a_slow_writer_is_given_its_stores_one_after_the_other() -> None:
         story.facade.step_end()
     assert stored == rest
     assert counts_of(story).cascades_dropped == 0
-    assert story.facade.statistics().primary.pinned_slots == 0
+    assert story.primary.pinned_slots == 0

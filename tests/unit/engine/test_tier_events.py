@@ -10,7 +10,7 @@ from kvtier.core.events import EventKind
 from kvtier.engine.link.presence_feed import GONE_A_STEP
 from kvtier.plugin_api.backend import Outcome
 from kvtier.tier import driver_messages as d
-from tests.unit.engine._story import Story, keys_of
+from tests.unit.engine._story import Story, cascade, keys_of, look_up, story_of_a_tier
 
 STORED, REMOVED, CLEARED = EventKind.STORED, EventKind.REMOVED, EventKind.CLEARED
 
@@ -27,28 +27,18 @@ class Events:
         return [(each.kind, each.keys) for each in events if each.tier == 0]
 
 
-def story_of(keys: list[bytes]) -> tuple[Story, Events]:
-    """Return a runtime whose tier alone has these blocks, which it has told of."""
-    story = Story(slots=4)
-    story.store(keys)
-    story.store(keys_of(4, b"n"), "other")
+def story_with_a_block() -> tuple[Story, bytes, Events]:
+    """Return a runtime whose tier alone has a block, which it has told of."""
+    story, (key,) = story_of_a_tier(slots=4)
     events = Events(story)
-    assert events.new() == [(STORED, tuple(keys)), (STORED, tuple(keys_of(4, b"n")))]
-    return story, events
-
-
-def look_up(story: Story, key: bytes, request: str) -> BlockState:
-    story.facade.on_request_started(request)
-    state = story.facade.lookup_state(key, request)
-    story.facade.step_end()
-    return state
+    assert events.new() == [(STORED, (key,)), (STORED, tuple(keys_of(4, b"n")))]
+    return story, key, events
 
 
 @pytest.mark.parametrize("outcome", [Outcome.ABSENT, Outcome.DAMAGED])
 def test_a_block_that_a_load_finds_gone_is_told_as_removed(outcome: Outcome) -> None:
     """A router would send requests to where it was until the engine ends."""
-    (key,) = keys_of(1)
-    story, events = story_of([key])
+    story, key, events = story_with_a_block()
     assert look_up(story, key, "r") is BlockState.FILLING
     story.answer_all(outcome)
     assert events.new() == [(REMOVED, (key,))]
@@ -57,17 +47,13 @@ def test_a_block_that_a_load_finds_gone_is_told_as_removed(outcome: Outcome) -> 
 
 def test_a_load_given_up_that_finds_its_block_gone_tells_so_all_the_same() -> None:
     """The engine stores it meanwhile, and the tier still sees the damaged file of before."""
-    (key,) = keys_of(1)
-    story, events = story_of([key])
+    story, key, events = story_with_a_block()
     assert look_up(story, key, "r") is BlockState.FILLING
     story.runtime.cell.settle()
     (load,) = story.runtime.tiers[0].batches
     story.now += 1000
     story.facade.step_end()
-    story.facade.on_request_started("w")
-    grant = story.facade.prepare_store([key], "w")
-    assert grant is not None
-    story.facade.complete_store(grant.keys, "w")
+    cascade(story, [key])
     story.runtime.cell.settle()
     store = next(e for e in story.runtime.tiers[0].batches if isinstance(e, d.StoreBatch))
     story.runtime.tiers[0].answer(load, [Outcome.DAMAGED])
