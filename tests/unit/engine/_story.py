@@ -25,29 +25,29 @@ class Story:
     def __init__(self, *, slots: int = 8, tiers: int = 1, **settings: Any) -> None:
         """``policy``, ``whole`` (tiers want whole requests) and the backends' ``backend_traits``.
 
+        ``tier``: fields of each ``TierConfig``. ``tier_policy``: of tiers with a capacity.
         Others are fields of ``RuntimeConfig``.
         """
-        backend_traits = settings.pop("backend_traits", BackendTraits(1, 1))
+        traits: BackendTraits = settings.pop("backend_traits", BackendTraits(1, 1))
         self.now = 0.0
-        whole = settings.pop("whole", False)
+        tier = settings.pop("tier", {})
+        if settings.pop("whole", False):
+            tier = {"offload_policy": "request_level"}
         policy = settings.pop("policy", LRUPolicy)
+        tier_policy = settings.pop("tier_policy", LRUPolicy)
         config = RuntimeConfig(
             slot_count=slots,
             block_bytes=16,
             tiers=tuple(
-                TierConfig(
-                    name=f"{n}:test",
-                    type="test",
-                    enable_kv_events=True,
-                    offload_policy="request_level" if whole else "chunk_level",
-                )
+                TierConfig(name=f"{n}:test", type="test", enable_kv_events=True, **tier)
                 for n in range(1, tiers + 1)
             ),
             **{"cascade_slots_fraction_max": 1.0, **settings},
         )
-        traits = [(backend_traits, None)] * tiers
+        capacity = traits.capacity_blocks
+        held = [(traits, tier_policy(capacity) if capacity else None) for _ in range(tiers)]
         self.runtime: TestRuntime = open_test_runtime(
-            config, policy(slots), traits, clock=lambda: self.now
+            config, policy(slots), held, clock=lambda: self.now
         )
         self.facade = self.runtime.facade
 

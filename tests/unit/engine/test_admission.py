@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, strategies
 
-from kvtier import ConfigError, RuntimeConfig, TierConfig
+from kvtier import ConfigError, TierConfig
 from kvtier.core.block_state import BlockState
 from kvtier.plugin_api.admission_policy import AdmissionContext
-from kvtier.plugin_api.backend import BackendTraits, Outcome
+from kvtier.plugin_api.backend import BackendTraits
 from kvtier.plugin_api.options import Options
 from kvtier.policies.admission.second_touch import SecondTouchAdmission
-from kvtier.policies.eviction.lru import LRUPolicy
-from tests.support.cell import TestRuntime, open_test_runtime
+from tests.unit.engine._story import Story, cascade, counts_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,84 +24,47 @@ KEYS = [bytes([code]) + bytes(4) for code in b"abcdef"]
 CONTEXT = AdmissionContext(block_bytes=16, slot_count=8)
 
 
-class Story:
-    """A runtime with one tier, by default written to only on a block's second touch."""
+def story_of_second_touch(capacity: int | None = None, **options: object) -> Story:
+    """Return a runtime with one tier, which is written to on a block's second touch only."""
+    tier = {"admission": "second_touch", "admission_options": options}
+    return Story(tier=tier, backend_traits=BackendTraits(1, 1, capacity), on_reset="keep")
 
-    def __init__(
-        self, tier: TierConfig | None = None, capacity: int | None = None, **options: object
-    ) -> None:
-        if tier is None:
-            tier = TierConfig("1:t", "t", admission="second_touch", admission_options=options)
-        config = RuntimeConfig(
-            slot_count=8,
-            block_bytes=16,
-            cascade_slots_fraction_max=1.0,
-            tiers=(tier,),
-            on_reset="keep",
-        )
-        self.now = 0.0
-        self.runtime: TestRuntime = open_test_runtime(
-            config,
-            LRUPolicy(8),
-            [(BackendTraits(1, 1, capacity), LRUPolicy(capacity) if capacity else None)],
-            clock=lambda: self.now,
-        )
-        self.facade = self.runtime.facade
 
-    def serve(self, request: str, keys: list[bytes]) -> list[bytes]:
-        """Serve a request; return what the tier was given to store meanwhile."""
-        facade = self.facade
-        facade.on_request_started(request)
-        grant = facade.prepare_store(keys, request)
-        assert grant is not None
-        facade.complete_store(grant.keys, request)
-        facade.on_request_finished(request, keys)
-        stored: list[bytes] = []
-        self.runtime.cell.settle()
-        tier = self.runtime.tiers[0]
-        while tier.batches:
-            batch = tier.batches[0]
-            stored += batch.keys
-            tier.answer(batch, [Outcome.DONE] * len(batch.keys))
-            self.runtime.cell.settle()
-        facade.step_end()
-        return stored
+def serve(story: Story, request: str, keys: list[bytes]) -> list[bytes]:
+    """Serve a request; return what the tier was given to store meanwhile."""
+    cascade(story, keys, request)
+    story.facade.on_request_finished(request, keys)
+    stored = [key for batch in story.answer_all() for key in batch.keys]
+    story.facade.step_end()
+    return stored
 
 
 @pytest.mark.parametrize("capacity", [None, 8])
 def test_a_block_is_written_when_a_second_request_has_used_it(capacity: int | None) -> None:
-    story = Story(capacity=capacity)
-    assert story.serve("first", KEYS[:3]) == []
-    assert story.serve("second", KEYS[:2]) == KEYS[:2]
-    assert story.serve("third", KEYS[:3]) == [KEYS[2]]
-    assert story.facade.statistics().tiers[0].counts.cascades_refused == 3
+    story = story_of_second_touch(capacity)
+    assert serve(story, "first", KEYS[:3]) == []
+    assert (story.primary.pinned_slots, story.primary.ready_slots) == (0, 3)
+    assert serve(story, "second", KEYS[:2]) == KEYS[:2]
+    assert serve(story, "third", KEYS[:3]) == [KEYS[2]]
+    assert counts_of(story).cascades_refused == 3
 
 
 @pytest.mark.parametrize("policy", ["chunk_level", "request_level"])
 def test_a_tier_that_is_read_only_is_asked_and_given_nothing(policy: OffloadPolicy) -> None:
-    story = Story(TierConfig("1:t", "t", read_only=True, offload_policy=policy))
+    story = Story(tier={"read_only": True, "offload_policy": policy})
     for request in ("first", "second"):
-        assert story.serve(request, KEYS[:3]) == []
-    seen = story.facade.statistics()
-    assert (seen.primary.pinned_slots, seen.tiers[0].counts.cascades_refused) == (0, 0)
+        assert serve(story, request, KEYS[:3]) == []
+    assert (story.primary.pinned_slots, counts_of(story).cascades_refused) == (0, 0)
     story.facade.on_request_started("third")
     assert story.facade.lookup_state(KEYS[3], "third") is BlockState.PROBING
 
 
-def test_nothing_stays_pinned_for_what_was_refused() -> None:
-    story = Story()
-    story.serve("first", KEYS[:3])
-    seen = story.facade.statistics().primary
-    assert (seen.pinned_slots, seen.ready_slots) == (0, 3)
-
-
 def test_a_block_that_comes_back_from_the_gpu_was_written_once_and_is_again() -> None:
-    story = Story()
-    story.serve("first", KEYS[:1])
-    assert story.serve("second", KEYS[:1]) == KEYS[:1]
-    story.facade.reset()
-    story.facade.on_reset_flushed()
-    assert story.serve("third", KEYS[:1]) == KEYS[:1], "it was used twice before"
+    story = story_of_second_touch()
+    serve(story, "first", KEYS[:1])
+    assert serve(story, "second", KEYS[:1]) == KEYS[:1]
+    story.forget()
+    assert serve(story, "third", KEYS[:1]) == KEYS[:1], "it was used twice before"
 
 
 @pytest.mark.parametrize("how", ["raises", "is short"])
@@ -117,9 +79,9 @@ def test_a_policy_that_breaks_is_left_out_and_said_once(
         return []
 
     monkeypatch.setattr(SecondTouchAdmission, "admit", admit)
-    story = Story()
-    assert story.serve("first", KEYS[:2]) == KEYS[:2]
-    assert story.serve("second", KEYS[2:4]) == KEYS[2:4]
+    story = story_of_second_touch()
+    assert serve(story, "first", KEYS[:2]) == KEYS[:2]
+    assert serve(story, "second", KEYS[2:4]) == KEYS[2:4]
     said = [note.event for note in story.runtime.cell.notices]
     assert said == ["admission policy broke"]
     assert story.facade.statistics().faults == 0
@@ -136,8 +98,8 @@ def test_a_policy_learns_what_a_request_goes_on_from_and_the_time(
 
     monkeypatch.setattr(SecondTouchAdmission, "touch", touch)
     monkeypatch.setattr(SecondTouchAdmission, "pass_time", lambda _self, now: learnt.append(now))
-    story = Story()
-    story.serve("first", KEYS[:2])
+    story = story_of_second_touch()
+    serve(story, "first", KEYS[:2])
     learnt.clear()
     story.now = 1.5
     story.facade.on_request_started("second")
@@ -193,6 +155,6 @@ def test_bad_options_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"admission: policy is missing"):
         config({"remembered_blocks_max": 7})
     with pytest.raises(ConfigError, match=r"remembered_blocks_max=0 must be at least 1"):
-        Story(remembered_blocks_max=0)
+        story_of_second_touch(remembered_blocks_max=0)
     with pytest.raises(ConfigError, match=r"unknown key 'remember'"):
-        Story(remember=1)
+        story_of_second_touch(remember=1)

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, strategies
 
-from kvtier import RuntimeConfig, TierConfig
 from kvtier.core.policy_actor import TICKS_WITHOUT_MEMORY
-from kvtier.plugin_api.backend import BackendTraits, Outcome
+from kvtier.plugin_api.backend import BackendTraits
 from kvtier.plugin_api.eviction_policy import EvictionPolicy
 from kvtier.policies.eviction.lru import LRUPolicy
-from tests.support.cell import TestRuntime, open_test_runtime
+from tests.unit.engine._story import Story
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,25 +38,14 @@ def breaking(method: str, calls: int, *, victims: Any = None) -> type[LRUPolicy]
     return type("Breaking", (LRUPolicy,), {method: call})
 
 
-class Story:
+class Served(Story):
     """A runtime with one bounded tier; either policy may be one that breaks."""
 
     def __init__(
         self, primary: Callable[[int], EvictionPolicy], tier: Callable[[int], EvictionPolicy]
     ) -> None:
-        self.now = 0.0
-        config = RuntimeConfig(
-            slot_count=SLOTS,
-            block_bytes=16,
-            cascade_slots_fraction_max=1.0,
-            tiers=(TierConfig(name="1:test", type="test"),),
-        )
-        self.runtime: TestRuntime = open_test_runtime(
-            config,
-            primary(SLOTS),
-            [(BackendTraits(1, 1, TIER_BLOCKS), tier(TIER_BLOCKS))],
-            clock=lambda: self.now,
-        )
+        traits = BackendTraits(1, 1, TIER_BLOCKS)
+        super().__init__(slots=SLOTS, policy=primary, tier_policy=tier, backend_traits=traits)
         self.requests = 0
 
     def serve(self, first: int, count: int) -> int:
@@ -75,16 +63,8 @@ class Story:
         facade.touch(keys, request)
         facade.on_request_finished(request, keys)
         self.now += 1.5
-        facade.step_end()
-        self.settle()
+        self.step()
         return len(granted)
-
-    def settle(self) -> None:
-        (tier,) = self.runtime.tiers
-        self.runtime.cell.settle()
-        while tier.batches:
-            tier.answer(tier.batches[0], [Outcome.DONE] * len(tier.batches[0].keys))
-            self.runtime.cell.settle()
 
     def replaced(self) -> tuple[float, float]:
         """Return how many policies were replaced: the primary tier's, and the other's."""
@@ -110,7 +90,7 @@ class Story:
 def test_stores_go_on_after_any_call_of_the_policy_raised(where: str, method: str) -> None:
     """It used to end all stores and promotions for the rest of the engine's life."""
     policy = breaking(method, 2)
-    story = Story(policy, LRUPolicy) if where == "primary" else Story(LRUPolicy, policy)
+    story = Served(policy, LRUPolicy) if where == "primary" else Served(LRUPolicy, policy)
     for number in range(12):
         assert story.serve(5 * (number % 4), 4) or number > 3
         if method in ("forget", "clear"):
@@ -130,7 +110,7 @@ def test_stores_go_on_after_any_call_of_the_policy_raised(where: str, method: st
 
 @pytest.mark.parametrize("victims", [5, [None], ["text"]])
 def test_victims_that_are_no_keys_are_as_good_as_an_exception(victims: Any) -> None:
-    story = Story(breaking("choose_victims", 1, victims=victims), LRUPolicy)
+    story = Served(breaking("choose_victims", 1, victims=victims), LRUPolicy)
     assert [story.serve(10 * number, 4) for number in range(6)] == [4] * 6
     assert story.replaced() == (1, 0)
     story.assert_policies_know_what_is_there()
@@ -152,7 +132,7 @@ def test_a_policy_whose_victims_can_never_go_is_replaced(ever: str) -> None:
                 return RUBBISH[:wanted]
             return [*self._held, *RUBBISH][:wanted]
 
-    story = Story(Endless, LRUPolicy)
+    story = Served(Endless, LRUPolicy)
     assert [story.serve(10 * number, 4) for number in range(6)] == [4] * 6
     assert story.replaced() == (1, 0)
     story.assert_policies_know_what_is_there()
@@ -162,7 +142,7 @@ def test_a_policy_whose_victims_can_never_go_is_replaced(ever: str) -> None:
 
 def test_a_store_that_finds_only_what_is_in_use_replaces_no_policy() -> None:
     """What a lookup of this step called readable can't go, and that is nobody's fault."""
-    story = Story(LRUPolicy, LRUPolicy)
+    story = Served(LRUPolicy, LRUPolicy)
     assert story.serve(0, SLOTS) == SLOTS
     facade = story.runtime.facade
     facade.on_request_started("waits")
@@ -195,7 +175,7 @@ NO_MEMORY = MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")
 def test_a_policy_that_lacked_memory_for_a_moment_returns(where: str, error: Exception) -> None:
     """It stayed lru until its tier was started again: for the primary tier, until the end."""
     policy = short_of_memory("admit", range(2, 3), error)
-    story = Story(policy, LRUPolicy) if where == "primary" else Story(LRUPolicy, policy)
+    story = Served(policy, LRUPolicy) if where == "primary" else Served(LRUPolicy, policy)
 
     def kind() -> type[EvictionPolicy]:
         (tier,) = story.runtime.tiers
@@ -223,7 +203,7 @@ def test_a_policy_that_lacked_memory_for_a_moment_returns(where: str, error: Exc
 def test_a_policy_that_lacks_memory_again_is_tried_again(method: str) -> None:
     """Also in the midst of its return, when it is told what is resident."""
     policy = short_of_memory("admit", range(2, 3), MemoryError())
-    story = Story(policy, LRUPolicy)
+    story = Served(policy, LRUPolicy)
     tries = []
 
     def call(self: LRUPolicy, *arguments: Any, **options: Any) -> Any:
@@ -242,7 +222,7 @@ def test_a_policy_that_lacks_memory_again_is_tried_again(method: str) -> None:
 
 def test_a_policy_that_raised_for_another_reason_does_not_return() -> None:
     """It would raise again, and whoever reads the log should know which one is at work."""
-    story = Story(breaking("admit", 2), LRUPolicy)
+    story = Served(breaking("admit", 2), LRUPolicy)
     for number in range(2 * TICKS_WITHOUT_MEMORY):
         assert story.serve(4 * number, 4) == 4
     assert type(story.runtime.engine.policy.policy) is LRUPolicy
@@ -265,7 +245,7 @@ def test_lru_knows_just_what_is_resident_whenever_the_policy_raised(
     requests: list[tuple[int, int]],
 ) -> None:
     policy = breaking(method, calls)
-    story = Story(policy, LRUPolicy) if where else Story(LRUPolicy, policy)
+    story = Served(policy, LRUPolicy) if where else Served(LRUPolicy, policy)
     for first, count in requests:
         story.serve(first, count)
         story.assert_policies_know_what_is_there()

@@ -55,31 +55,11 @@ def test_a_tie_loads(runs: list[Run], costs: dict[int, LoadCost], place: TokenPl
     assert cut.blocks == cut.all_blocks
 
 
-def test_a_tier_that_nothing_is_known_of_is_loaded_from() -> None:
-    cut = best_cut([Run(0, 10)], TokenPlace(0, 16), Estimates(Rates(1e-9, 0.0), {}))
-    assert cut.keys == cut.blocks == 10
-
-
-def test_the_head_of_a_long_prefix_is_recomputed_only_with_all_behind_it() -> None:
-    """Tokens late in a prompt cost more: a slow tier is worth it for all of a long prefix."""
-    cost = {0: LoadCost(0.0, 0.01, 0, 0.1)}
-    estimates = Estimates(Rates(1e-4, 1e-6), cost)
-    assert best_cut([Run(0, 10)], TokenPlace(0, 16), estimates).keys == 0
-    assert best_cut([Run(0, 1000)], TokenPlace(0, 16), estimates).keys == 1000
-
-
 def test_a_fast_tier_is_loaded_from_and_a_slow_one_behind_it_is_not() -> None:
     costs = {0: LoadCost(0.0, 1e-5, 0, 0.1), 1: LoadCost(5.0, 1.0, 0, 0.1)}
     runs = [Run(FREE, 3), Run(0, 20), Run(1, 5)]
     cut = best_cut(runs, TokenPlace(0, 16), Estimates(Rates(1e-4, 0.0), costs))
     assert (cut.keys, cut.blocks, cut.all_blocks) == (23, 20, 25)
-
-
-def test_while_one_tier_loads_another_may_load_as_long() -> None:
-    """Loads run side by side: the second costs nothing until it takes longer than the first."""
-    costs = {0: LoadCost(0.0, 0.1, 0, 0.1), 1: LoadCost(0.0, 1.0, 0, 0.1)}
-    cut = best_cut([Run(0, 30), Run(1, 10)], TokenPlace(0, 16), Estimates(Rates(0.02, 0.0), costs))
-    assert cut.keys == 33
 
 
 def test_what_waits_at_a_tier_counts() -> None:

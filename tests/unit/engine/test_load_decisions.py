@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
@@ -50,37 +49,31 @@ def test_a_tier_that_is_slower_than_computing_is_not_asked_for_anything() -> Non
     assert (story.counts.evictions, story.tier.queries) == (evictions, queries)
 
 
-def test_a_decision_stands_while_the_request_waits() -> None:
+@pytest.mark.parametrize("end", [None, "scheduled", "reset"])
+def test_a_decision_stands_while_the_request_waits_and_no_longer(end: str | None) -> None:
     story = Decided(block_s=0.1)
     assert story.look_up() == [ABSENT]
     story.facade.step_end()
-    story.teach(0.0001)
-    story.teach(0.0001)
-    story.teach(0.0001)
-    assert story.look_up(begins=False) == [ABSENT]
-    assert story.counts.recomputes_decided == 1
-
-
-def test_a_preempted_request_is_decided_for_anew() -> None:
-    story = Decided(block_s=0.1)
-    assert story.look_up() == [ABSENT]
-    story.facade.on_requests_scheduled(["r"])
+    if end == "scheduled":  # and preempted
+        story.facade.on_requests_scheduled(["r"])
+    elif end == "reset":
+        story.facade.reset()
     for _ in range(3):
         story.teach(0.0001)
-    assert story.look_up(begins=False) == [FILLING] * LENGTH
+    assert story.look_up(begins=False) == ([FILLING] * LENGTH if end else [ABSENT])
+    assert (story.counts.recomputes_decided, story.counts.loads_decided) == (
+        1,
+        int(end is not None),
+    )
 
 
-def test_with_load_as_its_setting_nothing_is_decided() -> None:
-    story = Decided(block_s=0.1, load_policy="always")
+@pytest.mark.parametrize("setting", [{"load_policy": "always"}, {"prefill_tokens_per_s": None}])
+def test_nothing_is_decided_where_it_should_not_or_cannot_be(setting: dict[str, object]) -> None:
+    """The speed of the engine is not known at first."""
+    story = Decided(block_s=0.1, **setting)
     assert story.look_up() == [FILLING] * LENGTH
     assert not story.facade.decides_loads
     assert story.counts.loads_decided == 0
-
-
-def test_while_the_speed_of_the_engine_is_not_known_requests_load() -> None:
-    story = Decided(block_s=0.1, prefill_tokens_per_s=None)
-    assert not story.facade.decides_loads
-    assert story.look_up() == [FILLING] * LENGTH
 
 
 def test_the_speed_of_the_engine_is_learnt_from_its_steps() -> None:
@@ -130,15 +123,6 @@ def test_blocks_that_another_request_brings_are_used_by_one_that_declined_them()
     assert story.look_up(begins=False) == [READY] * LENGTH
 
 
-def test_a_reset_forgets_what_was_declined() -> None:
-    story = Decided(block_s=0.1)
-    assert story.look_up() == [ABSENT]
-    story.facade.reset()
-    for _ in range(3):
-        story.teach(0.0001)
-    assert story.look_up(begins=False) == [FILLING] * LENGTH
-
-
 def test_several_groups_take_the_same_decision() -> None:
     """What is behind the cut is nowhere, for as long as the request waits."""
     groups = [GroupKeys(tuple(keys_of(LENGTH)), tuple(range(CHUNK, 10 * LENGTH + 1, CHUNK)))]
@@ -154,16 +138,23 @@ def test_several_groups_take_the_same_decision() -> None:
 # --- patience ---
 
 
-def test_a_request_waits_no_longer_than_computing_takes() -> None:
-    """A tier that stalls costs what computing costs once more, and not the whole deadline."""
-    story = Decided(block_s=0.001)
-    story.look_up()
+@pytest.mark.parametrize("block_s", [0.001, None])
+def test_a_request_waits_no_longer_than_computing_takes(block_s: float | None) -> None:
+    """A tier that stalls costs what computing costs once more, and not the whole deadline.
+
+    So does one of which nothing is known (None): it may hang from the start.
+    """
+    story = Decided(block_s)
+    assert story.look_up() == [FILLING] * LENGTH
     story.facade.step_end()
-    story.now += LENGTH * CHUNK / SPEED + 0.001
-    story.facade.step_end()
-    assert story.look_up(begins=False) == [ABSENT]
-    assert story.tier.promotions_cut == LENGTH
-    assert story.tier.jobs_timed_out == 0
+    for seconds, expected in (
+        (LENGTH * CHUNK / SPEED - 0.01, [FILLING] * LENGTH),
+        (0.02, [ABSENT]),
+    ):
+        story.now += seconds
+        story.facade.step_end()
+        assert story.look_up(begins=False) == expected
+    assert (story.tier.promotions_cut, story.tier.jobs_timed_out) == (LENGTH, 0)
     story.end()
     assert story.look_up("next") == [ABSENT], "the next request waits for it again"
 
@@ -210,12 +201,9 @@ def test_blocks_that_arrived_before_the_cut_are_used() -> None:
     story.look_up()
     story.facade.step_end()
     story.runtime.cell.settle()
-    (first, *_) = story.runtime.tiers[0].batches
-    story.runtime.tiers[0].answer(first, [Outcome.DONE] * len(first.keys))
-    story.runtime.cell.settle()
+    arrived = len(story.answer_batch().keys)
     story.now += 1.0
     story.facade.step_end()
-    arrived = len(first.keys)
     assert 0 < arrived < LENGTH
     assert story.look_up(begins=False) == [READY] * arrived + [ABSENT]
 
@@ -228,20 +216,6 @@ def test_a_request_that_was_not_decided_for_waits_until_the_deadline() -> None:
     story.facade.step_end()
     assert story.look_up(begins=False) == [FILLING] * LENGTH
     assert story.tier.promotions_cut == 0
-
-
-def test_a_tier_that_nothing_is_known_of_is_waited_for_as_long_as_computing_takes() -> None:
-    """It may hang from the start. Whoever comes next knows of it."""
-    story = Decided(block_s=None)
-    assert story.look_up() == [FILLING] * LENGTH
-    story.facade.step_end()
-    for seconds, expected in ((-0.01, [FILLING] * LENGTH), (0.02, [ABSENT])):
-        story.now += seconds + (LENGTH * CHUNK / SPEED if seconds < 0 else 0.0)
-        story.facade.step_end()
-        assert story.look_up(begins=False) == expected
-    assert (story.tier.promotions_cut, story.tier.jobs_timed_out) == (LENGTH, 0)
-    story.end()
-    assert story.look_up("next") == [ABSENT]
 
 
 def test_who_loads_nothing_waits_for_what_has_left_the_primary_tier_since() -> None:
@@ -291,31 +265,14 @@ def test_who_explores_waits_only_for_a_small_share_of_what_it_computes_anyway() 
     assert story.tier.promotions_cut == EXPLORED_BLOCKS_MAX
 
 
-def test_a_tier_that_has_become_fast_is_loaded_from_again() -> None:
-    """Nobody loads from it but those that explore. They are few, and ten of them are enough."""
-    story = Decided(block_s=0.1)
-    story.decline()
-    for number in range(10):
-        story.now += FIRST_S * 2**number
-        story.facade.step_end()
-        states = story.look_up(f"r{number}")
-        story.facade.step_end()
-        story.runtime.cell.settle()
-        story.now += 0.001
-        story.answer_all()
-        story.end(f"r{number}")
-        story.forget()
-        if len(states) == LENGTH:
-            break
-    assert states == [FILLING] * LENGTH
-    assert number < 4
-
-
-def test_a_tier_that_has_become_fast_is_noticed_within_ten_requests() -> None:
+@pytest.mark.parametrize("interval_s", [0.0, FIRST_S])
+def test_a_tier_that_has_become_fast_is_noticed_within_ten_requests(interval_s: float) -> None:
     """However fast they come: many an engine serves ten in the second before the first try."""
     story = Decided(block_s=0.1)
     story.decline()
     for number in range(10):
+        story.now += interval_s * 2**number
+        story.facade.step_end()
         states = story.look_up(f"r{number}")
         if len(states) == LENGTH:
             break
@@ -327,23 +284,6 @@ def test_a_tier_that_has_become_fast_is_noticed_within_ten_requests() -> None:
         story.forget()
     assert states == [FILLING] * LENGTH
     assert story.counts.explorations_decided <= 4
-
-
-def test_a_tier_that_stays_slow_is_explored_at_growing_intervals() -> None:
-    story = Decided(block_s=0.1)
-    explored = []
-    for second in range(300):
-        story.now += 1.0
-        story.facade.step_end()
-        if len(story.look_up(f"r{second}")) > 1:
-            explored.append(second)
-        story.facade.step_end()
-        story.now += 0.02  # as long as it is waited for
-        story.facade.step_end()
-        story.end(f"r{second}")
-    assert 4 <= len(explored) <= 12
-    intervals = [b - a for a, b in pairwise(explored)]
-    assert intervals == sorted(intervals)
 
 
 def test_a_change_of_mind_is_logged_once() -> None:

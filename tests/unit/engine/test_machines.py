@@ -93,12 +93,9 @@ def opened() -> Breaker:
     breaker.failed(0.0)
     assert breaker.try_acquire()
     breaker.failed(0.0)
-    assert breaker.state is BreakerState.OPEN
+    assert breaker.state is BreakerState.OPEN, "failures in a row"
+    assert not breaker.try_acquire()
     return breaker
-
-
-def test_failures_in_a_row_open_the_breaker() -> None:
-    assert not opened().try_acquire()
 
 
 def test_a_success_in_between_starts_the_count_again() -> None:
@@ -115,7 +112,10 @@ def test_a_trial_is_one_piece_of_work() -> None:
     assert not breaker.try_acquire()
     breaker.pass_time(1.0)
     assert breaker.try_acquire()
-    assert not breaker.try_acquire()
+    assert not breaker.try_acquire(), "it is under way"
+    breaker.showed_nothing()
+    assert breaker.state is BreakerState.HALF_OPEN
+    assert breaker.try_acquire(), "another one follows"
     breaker.succeeded()
     assert breaker.state is BreakerState.CLOSED
     assert breaker.try_acquire()
@@ -143,16 +143,6 @@ def test_a_stall_opens_the_breaker_at_once() -> None:
     breaker.stalled(1.0)
     breaker.pass_time(2.9)
     assert breaker.state is BreakerState.OPEN, "the trial has failed: the pause is twice as long"
-
-
-def test_a_trial_that_shows_nothing_is_followed_by_another() -> None:
-    breaker = opened()
-    breaker.pass_time(1.0)
-    assert breaker.try_acquire()
-    assert not breaker.try_acquire(), "it is under way"
-    breaker.showed_nothing()
-    assert breaker.state is BreakerState.HALF_OPEN
-    assert breaker.try_acquire()
 
 
 def test_only_a_restart_ends_a_cut_off() -> None:

@@ -36,24 +36,22 @@ def test_a_key_is_asked_for_at_all_tiers_at_once_and_only_once() -> None:
     assert A in found.audit().waiters
 
 
-def test_probing_ends_when_all_have_answered() -> None:
+def test_probing_ends_when_all_have_answered_or_an_earlier_tier_has_the_key() -> None:
     found = asked()
-    find(found, A, "r")
-    found.answered(1, [A], [True])
-    assert A in found.audit().waiters
+    for key in (A, B):
+        find(found, key, "r")
+    found.answered(1, [A, B], [True, True])
+    assert {A, B} <= found.audit().waiters.keys()
     found.answered(0, [A], [False])
+    found.answered(0, [B], [True])
     found.end_step()
-    assert find(found, A, "r") == 1
-
-
-def test_a_later_tier_is_not_waited_for_once_an_earlier_one_has_the_key() -> None:
-    found = asked()
-    find(found, A, "r")
-    found.answered(0, [A], [True])
+    assert (find(found, A, "r"), find(found, B, "r")) == (1, 0)
+    find(found, C, "r")
+    found.answered(0, [C], [True])  # the later one is not waited for
     found.end_step()
-    assert find(found, A, "r") == 0
-    found.answered(1, [A], [True])
-    assert find(found, A, "r") == 0
+    assert find(found, C, "r") == 0
+    found.answered(1, [C], [True])
+    assert find(found, C, "r") == 0
 
 
 def test_the_verdict_of_a_running_request_holds() -> None:
@@ -120,12 +118,17 @@ def test_a_tier_that_is_not_usable_is_not_asked() -> None:
 
 
 def test_a_tier_that_was_given_up_owes_no_answers() -> None:
+    """Nor does it to a request that it answers apart from others."""
     found = asked()
-    find(found, A, "r")
+    found.start("own", 0b01, apart=True)
+    for request in ("r", "own"):
+        find(found, A, request)
     found.answered(1, [A], [False])
     found.give_up(0)
     assert A not in found.audit().waiters
     assert unsent(found) == {}, "nobody waits for an answer any more"
+    found.end_step()
+    assert find(found, A, "own") == NOWHERE
 
 
 def test_what_nobody_waits_for_any_more_is_not_asked() -> None:
@@ -167,14 +170,6 @@ def test_a_reset_forgets_probes_and_ignores_their_answers() -> None:
     found.answered(0, [A], [True])
     found.end_step()
     assert find(found, A, "r") == ASKING
-
-
-def test_a_key_that_is_filled_is_probed_no_more() -> None:
-    found = asked()
-    find(found, A, "r")
-    found.stop_probing([A])
-    assert A not in found.audit().waiters
-    found.answered(0, [A], [True])
 
 
 def test_what_is_known_is_bounded_and_the_oldest_go_first() -> None:
@@ -221,15 +216,6 @@ def test_answers_for_a_request_that_is_over_are_ignored() -> None:
     assert found.audit().waiters == {}
 
 
-def test_a_tier_that_is_given_up_owes_nothing_to_such_a_request_either() -> None:
-    found = asked(tiers=1)
-    found.start("own", ALL, apart=True)
-    find(found, A, "own")
-    found.give_up(0)
-    found.end_step()
-    assert find(found, A, "own") == NOWHERE
-
-
 def test_what_is_being_filled_is_asked_for_by_nobody() -> None:
     found = asked()
     found.start("own", ALL, apart=True)
@@ -237,6 +223,8 @@ def test_what_is_being_filled_is_asked_for_by_nobody() -> None:
         find(found, A, request)
     found.stop_probing([A])
     assert (unsent(found), list(found.pop_unsent_apart())) == ({}, [])
+    assert found.audit().waiters == {}
+    found.answered(0, [A], [True])
 
 
 def test_what_nobody_waits_for_is_withdrawn_and_what_others_wait_for_is_asked_for_them() -> None:
