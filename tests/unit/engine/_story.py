@@ -79,6 +79,11 @@ class Story:
         self.facade.step_end()
         return self.answer_all(outcome)
 
+    def let_pass(self, seconds: float) -> None:
+        """Let time pass, and end a step."""
+        self.now += seconds
+        self.facade.step_end()
+
     def tell(self, *messages: Message) -> None:
         """Have the first tier say something."""
         for message in messages:

@@ -31,8 +31,7 @@ def test_uses_are_told_to_a_tier_that_evicts_and_to_no_other() -> None:
         story.facade.on_request_started("r")
         story.facade.touch(keys_of(1), "r")
         story.facade.on_request_finished("r")
-        story.now += 100.0
-        story.facade.step_end()
+        story.let_pass(100.0)
         story.facade.step_end()
         assert told == ([wire.Tick, wire.TouchKeys, wire.RequestEnded] if evicts else [])
 
@@ -53,8 +52,7 @@ def test_uses_are_sent_before_what_may_evict_and_else_not_with_each_step() -> No
     story.facade.touch(keys_of(1), "r")
     story.facade.step_end()
     assert told[5:] == []
-    story.now += SEND_S
-    story.facade.step_end()
+    story.let_pass(SEND_S)
     assert told[5:] == [wire.TouchKeys]
 
 
@@ -67,6 +65,5 @@ def test_a_tier_that_evicts_is_told_the_time_about_once_a_second() -> None:
     )
     for _ in range(12):
         story.facade.touch(keys_of(1), "r")
-        story.now += 0.25
-        story.facade.step_end()
+        story.let_pass(0.25)
     assert times == [1.0, 2.0, 3.0]

@@ -103,8 +103,7 @@ def test_a_tier_that_was_long_in_opening_is_tried_at_once() -> None:
     """It seemed to hang until then, and had a pause of a minute before it."""
     story, key = story_with_a_stored_block(breaker_pause_s=60.0)
     look_up(story, key)
-    story.now += 60.0
-    story.facade.step_end()  # the probe is late
+    story.let_pass(60.0)  # the probe is late
     assert link_of(story).audit().breaker is BreakerState.OPEN
     assert look_up(story, key, "meanwhile") is BlockState.ABSENT
     story.tell(wire.TierOpened())
@@ -116,11 +115,9 @@ def test_a_probe_on_trial_that_ends_with_its_server_is_followed_by_another() -> 
     story = Story(breaker_failures_max=1, breaker_pause_s=1.0)
     first, second, third = keys_of(3)
     look_up(story, first)
-    story.now += 60.0
-    story.facade.step_end()  # the probe is late
+    story.let_pass(60.0)  # the probe is late
     assert link_of(story).audit().breaker is BreakerState.OPEN
-    story.now += 2.0
-    story.facade.step_end()
+    story.let_pass(2.0)
     assert look_up(story, second, "trial") is BlockState.PROBING
     story.runtime.cell.settle()
     assert link_of(story).in_flight() == (1, 0, 0)
@@ -182,13 +179,11 @@ def test_what_others_may_have_evicted_is_asked_for_after_a_while() -> None:
     story.store([key], "again")
     story.store(keys_of(4, b"m"), "other again")
     story.facade.take_events()
-    story.now += 9.9
-    story.facade.step_end()
+    story.let_pass(9.9)
     assert look_up(story, key, "soon") is BlockState.FILLING, "loaded without a question"
     story.facade.on_request_finished("soon")
     story.answer_all(Outcome.ABSENT)
-    story.now += 0.2
-    story.facade.step_end()
+    story.let_pass(0.2)
     assert look_up(story, key, "later") is BlockState.PROBING
     removed = [e for e in story.facade.take_events() if e.kind is EventKind.REMOVED and e.tier == 0]
     assert [event.keys for event in removed] == [(key,)], "of the load that found nothing alone"

@@ -118,8 +118,7 @@ def test_blocks_that_another_request_brings_are_used_by_one_that_declined_them()
     assert story.look_up() == [ABSENT]
     story.facade.on_request_started("other")
     story.facade.lookup_states(story.keys, "other")  # without a place: it loads
-    story.facade.step_end()
-    story.answer_all()
+    story.step()
     assert story.look_up(begins=False) == [READY] * LENGTH
 
 
@@ -151,8 +150,7 @@ def test_a_request_waits_no_longer_than_computing_takes(block_s: float | None) -
         (LENGTH * CHUNK / SPEED - 0.01, [FILLING] * LENGTH),
         (0.02, [ABSENT]),
     ):
-        story.now += seconds
-        story.facade.step_end()
+        story.let_pass(seconds)
         assert story.look_up(begins=False) == expected
     assert (story.tier.promotions_cut, story.tier.jobs_timed_out) == (LENGTH, 0)
     story.end()
@@ -164,16 +162,13 @@ def test_a_load_that_was_cut_is_no_failure_of_its_tier_until_it_is_late() -> Non
     link = story.runtime.engine.links[0]
     story.look_up()
     story.facade.step_end()
-    story.now += 1.0
-    story.facade.step_end()
+    story.let_pass(1.0)
     assert story.tier.promotions_cut == LENGTH
     assert link.audit().breaker is BreakerState.CLOSED
-    story.now += 10.0
-    story.facade.step_end()
+    story.let_pass(10.0)
     assert story.tier.jobs_timed_out == 1
     assert link.audit().breaker is BreakerState.OPEN
-    story.now += 10.0
-    story.facade.step_end()
+    story.let_pass(10.0)
     assert story.tier.jobs_timed_out == 1
 
 
@@ -188,8 +183,7 @@ def test_the_end_of_a_load_that_was_cut_is_its_tiers(outcome: Outcome, then: Bre
     story.facade.step_end()
     story.runtime.cell.settle()
     story.now += 1.0
-    story.facade.step_end()
-    story.answer_all(outcome)
+    story.step(outcome)
     story.facade.step_end()
     assert story.runtime.engine.links[0].audit().breaker is then
     assert story.tier.late_completions == 1
@@ -202,8 +196,7 @@ def test_blocks_that_arrived_before_the_cut_are_used() -> None:
     story.facade.step_end()
     story.runtime.cell.settle()
     arrived = len(story.answer_batch().keys)
-    story.now += 1.0
-    story.facade.step_end()
+    story.let_pass(1.0)
     assert 0 < arrived < LENGTH
     assert story.look_up(begins=False) == [READY] * arrived + [ABSENT]
 
@@ -212,8 +205,7 @@ def test_a_request_that_was_not_decided_for_waits_until_the_deadline() -> None:
     story = Decided(block_s=None, prefill_tokens_per_s=None)
     story.look_up()
     story.facade.step_end()
-    story.now += 9.9
-    story.facade.step_end()
+    story.let_pass(9.9)
     assert story.look_up(begins=False) == [FILLING] * LENGTH
     assert story.tier.promotions_cut == 0
 
@@ -228,8 +220,7 @@ def test_who_loads_nothing_waits_for_what_has_left_the_primary_tier_since() -> N
     story.store(keys_of(128, b"more"), "more")
     assert [story.facade.lookup_state(key, "r") for key in head] == [FILLING] * len(head)
     story.facade.step_end()
-    story.now += 0.001
-    story.facade.step_end()
+    story.let_pass(0.001)
     assert story.tier.promotions_cut == 0
     story.answer_all()
     assert story.look_up(begins=False) == [READY] * len(head) + [ABSENT]
@@ -242,8 +233,7 @@ def test_who_loads_nothing_waits_for_what_has_left_the_primary_tier_since() -> N
 
 def explore(story: Decided) -> list[BlockState]:
     story.decline()
-    story.now += FIRST_S
-    story.facade.step_end()
+    story.let_pass(FIRST_S)
     return story.look_up("explores")
 
 
@@ -259,8 +249,7 @@ def test_who_explores_waits_only_for_a_small_share_of_what_it_computes_anyway() 
     story = Decided(block_s=0.1)
     explore(story)
     story.facade.step_end()
-    story.now += EXPLORING_SHARE * LENGTH * CHUNK / SPEED + 1e-4
-    story.facade.step_end()
+    story.let_pass(EXPLORING_SHARE * LENGTH * CHUNK / SPEED + 1e-4)
     assert story.look_up("explores", begins=False) == [ABSENT]
     assert story.tier.promotions_cut == EXPLORED_BLOCKS_MAX
 
@@ -271,8 +260,7 @@ def test_a_tier_that_has_become_fast_is_noticed_within_ten_requests(interval_s: 
     story = Decided(block_s=0.1)
     story.decline()
     for number in range(10):
-        story.now += interval_s * 2**number
-        story.facade.step_end()
+        story.let_pass(interval_s * 2**number)
         states = story.look_up(f"r{number}")
         if len(states) == LENGTH:
             break
@@ -320,8 +308,7 @@ def test_what_is_nowhere_is_computed_and_nothing_is_decided_before_that_is_known
     probing = [BlockState.PROBING] * LENGTH
     assert story.facade.lookup_states(cold, "cold", PLACE) == probing
     assert story.counts.loads_decided == 0
-    story.facade.step_end()
-    story.answer_all(Outcome.ABSENT)
+    story.step(Outcome.ABSENT)
     assert story.facade.lookup_states(cold, "cold", PLACE) == [ABSENT]
     assert story.counts.loads_decided == 0
 
@@ -359,8 +346,7 @@ def seconds_known(at: Callable[[float, int], float]) -> float:
     for number, batch in enumerate(list(tier.batches), 1):
         tier.answer(batch, [Outcome.DONE] * len(batch.keys), at=at(story.now, number))
     story.runtime.cell.settle()
-    story.now += 5.0
-    story.facade.step_end()
+    story.let_pass(5.0)
     story.facade.step_end()
     known = story.runtime.engine.links[0]._loads.cost(0)
     assert known is not None

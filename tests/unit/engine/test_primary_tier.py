@@ -77,8 +77,7 @@ def test_a_policy_is_told_when_a_request_ends_and_in_which_order_it_used_its_key
 def test_a_policy_is_told_the_time_about_once_a_second() -> None:
     story, policy = story_that_tells()
     for _ in range(40):
-        story.now += 0.25
-        story.facade.step_end()
+        story.let_pass(0.25)
     assert policy.times == [float(second) for second in range(1, 11)]
 
 

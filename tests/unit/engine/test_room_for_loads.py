@@ -48,8 +48,7 @@ class Crowded(Decided):
 def test_a_request_waits_for_slots_that_another_holds() -> None:
     story = Crowded()
     assert story.ours() == [PROBING] * LENGTH
-    story.facade.step_end()
-    story.answer_all()
+    story.step()
     story.facade.prepare_load(story.others, "other")
     assert story.ours() == [PROBING] * LENGTH, "the GPU still reads them"
     story.facade.complete_load(story.others, "other")

@@ -177,8 +177,7 @@ def test_one_call_that_hangs_beside_others_is_given_up_alone() -> None:
     story.runtime.cell.settle()
     hung, *_ = tier_of(story).batches
     while len(tier_of(story).batches) > 1:
-        story.now += limit_s / 8
-        story.facade.step_end()
+        story.let_pass(limit_s / 8)
         other = tier_of(story).batches[1]
         tier_of(story).answer(other, [Outcome.DONE] * len(other.keys))
         story.runtime.cell.settle()
@@ -308,8 +307,7 @@ def test_an_answer_to_a_probe_that_comes_late_is_learnt() -> None:
     story = Story(wait_timeout_s=0.5)
     (key,) = keys_of(1)
     assert look_up(story, key) is BlockState.PROBING
-    story.now += 0.5
-    story.facade.step_end()
+    story.let_pass(0.5)
     assert story.facade.lookup_state(key, "r") is ABSENT
     assert set(story.facade.statistics().tiers[0].breakers.values()) == {"CLOSED"}
     story.answer_all()
@@ -417,8 +415,7 @@ def test_a_tier_that_cannot_do_one_kind_of_work_does_the_other(sick: str) -> Non
 def test_a_tier_that_answers_no_probe_serves_what_is_known_of_it() -> None:
     story, (key,) = story_of_a_tier()
     look_up(story, b"u" + bytes(5), "asks")
-    story.now += 1.0
-    story.facade.step_end()
+    story.let_pass(1.0)
     assert story.facade.statistics().tiers[0].breakers["probes"] == "OPEN"
     story.facade.on_request_started("r")
     assert story.facade.lookup_state(b"u" + bytes(5), "r") is ABSENT, "without a step's wait"

@@ -179,17 +179,6 @@ def test_loads_share_fewer_staging_slots_than_one_of_them_needs(program: Program
     assert all(program.holds(slot, slot % COUNT) for slot in range(SLOTS))
 
 
-@given(staging_bytes=3 * BLOCK)
-def test_a_load_that_waits_for_room_lets_a_later_one_end(program: Program) -> None:
-    """The tier is asked for the first one's block, while the second takes the room."""
-    program.until_finished(program.store(KEYS[:3]))
-    lose(program, KEYS[:1])
-    program.facade.submit_load(100, "r", KEYS[:1], [0])
-    program.facade.submit_load(101, "r", KEYS[1:3], [1, 2])
-    program.facade.step_end()
-    assert [program.until_finished(job).failed for job in (100, 101)] == [[], []]
-
-
 def lose(program: Program, keys: tuple[bytes, ...]) -> None:
     """Have the tier report that it has these blocks no more."""
     (link,) = program.facade._runtime._links

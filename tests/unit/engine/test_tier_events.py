@@ -51,8 +51,7 @@ def test_a_load_given_up_that_finds_its_block_gone_tells_so_all_the_same() -> No
     assert look_up(story, key, "r") is BlockState.FILLING
     story.runtime.cell.settle()
     (load,) = story.runtime.tiers[0].batches
-    story.now += 1000
-    story.facade.step_end()
+    story.let_pass(1000)
     cascade(story, [key])
     story.runtime.cell.settle()
     store = next(e for e in story.runtime.tiers[0].batches if isinstance(e, d.StoreBatch))

@@ -42,14 +42,12 @@ def test_a_full_tier_is_given_nothing_to_store_for_a_while() -> None:
     cascade(story, full)
     assert stored(story, Outcome.FULL) == full
     assert counts_of(story).full == 1
-    story.now += 4.9
-    story.facade.step_end()
+    story.let_pass(4.9)
     cascade(story, later)
     assert stored(story) == []
     assert counts_of(story).stores_deferred == 2
     assert story.primary.pinned_slots == 0
-    story.now += 0.1
-    story.facade.step_end()
+    story.let_pass(0.1)
     cascade(story, again)
     assert sorted(stored(story)) == sorted([*full, *later, *again]), "what was deferred too"
     assert counts_of(story).cascades_dropped == 0
@@ -86,12 +84,10 @@ def test_a_store_that_hangs_is_counted_at_its_deadline_and_ends_once() -> None:
     story = Story(slots=8)
     cascade(story, keys_of(2))
     batch = pending(story)
-    story.now += link_of(story)._tier_config.store_timeout_s - 0.01
-    story.facade.step_end()
+    story.let_pass(link_of(story)._tier_config.store_timeout_s - 0.01)
     assert counts_of(story).jobs_timed_out == 0
     assert story.facade.has_pending_work()
-    story.now += 0.01
-    story.facade.step_end()
+    story.let_pass(0.01)
     story.facade.step_end()
     assert counts_of(story).jobs_timed_out == 1
     assert not story.facade.has_pending_work()

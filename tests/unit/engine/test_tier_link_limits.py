@@ -27,11 +27,6 @@ LOAD_S = TierConfig("1:test", "test").promote_timeout_s
 FAR_S = 1e6
 
 
-def let_pass(story: Story, seconds: float) -> None:
-    story.now += seconds
-    story.facade.step_end()
-
-
 # --- deadlines ---
 
 
@@ -39,18 +34,18 @@ def test_a_probe_and_a_load_are_given_up_at_their_deadlines_and_no_sooner() -> N
     """The slot is used again only when the tier has released it."""
     story, (key,) = story_of_a_tier()
     facade = story.facade
-    let_pass(story, 50.0)
+    story.let_pass(50.0)
     promote(story, key)
     load = pending(story)
     assert facade.lookup_state(UNKNOWN, "r") is BlockState.PROBING
     facade.step_end()
-    let_pass(story, PROBE_S - 0.25)
+    story.let_pass(PROBE_S - 0.25)
     assert facade.lookup_state(UNKNOWN, "r") is BlockState.PROBING
-    let_pass(story, 0.25)
+    story.let_pass(0.25)
     assert facade.lookup_state(UNKNOWN, "r") is BlockState.ABSENT
-    let_pass(story, LOAD_S - PROBE_S - 0.25)
+    story.let_pass(LOAD_S - PROBE_S - 0.25)
     assert facade.lookup_state(key, "r") is BlockState.FILLING
-    let_pass(story, 0.25)
+    story.let_pass(0.25)
     assert facade.lookup_state(key, "r") is BlockState.ABSENT
     counts = counts_of(story)
     assert (counts.probes_timed_out, counts.jobs_timed_out) == (1, 1)
@@ -122,9 +117,9 @@ def test_too_many_abandoned_loads_keep_a_tier_from_being_asked_for_more() -> Non
     )
     promote(story, keys[0])
     first = pending(story)
-    let_pass(story, FAR_S)
+    story.let_pass(FAR_S)
     assert link_of(story).audit().abandoned_slots == 1
-    let_pass(story, 1.0)  # the breaker's pause
+    story.let_pass(1.0)  # the breaker's pause
     promote(story, keys[1], "s")
     assert story.facade.lookup_state(keys[1], "s") is BlockState.ABSENT
     assert counts_of(story).promotions_dropped == 1
@@ -147,7 +142,7 @@ def test_a_sick_tier_is_bypassed_tried_after_its_pause_and_back_with_a_success()
         assert link_of(story).audit().breaker is BreakerState.OPEN
         assert counts_of(story).breaker_opened == 1, "a trial that fails is no return"
         assert look_up(story, keys[3], f"bypassed{tried}") is BlockState.ABSENT
-        let_pass(story, 10.0 if tried is Outcome.FAILED else 20.0)
+        story.let_pass(10.0 if tried is Outcome.FAILED else 20.0)
         assert link_of(story).audit().breaker is BreakerState.HALF_OPEN
         promote(story, keys[2 if tried is Outcome.FAILED else 3], f"tries{tried}")
         story.answer_all(tried)
@@ -168,7 +163,7 @@ def test_what_is_tried_of_a_sick_tier_is_all_that_a_request_wants_of_it() -> Non
     promote(story, keys[0], "r")
     story.answer_all(Outcome.FAILED)
     link_of(story)._loads.pacing.window = 2
-    let_pass(story, 10.0)
+    story.let_pass(10.0)
     story.facade.on_request_started("tries")
     states = [story.facade.lookup_state(key, "tries") for key in keys[1:]]
     assert states == [BlockState.FILLING] * 5
@@ -197,7 +192,7 @@ def test_the_log_says_why_a_tier_is_bypassed(work: str, fault: str) -> None:
     else:
         look_up(story, key if work == "load" else UNKNOWN)
     if fault is HANGS:
-        let_pass(story, FAR_S)
+        story.let_pass(FAR_S)
     said = f"{fault}: {{0}}s pause".format(work)
     assert [notice.detail for notice in story.runtime.cell.notices] == [said]
     assert story.facade.statistics().tiers[0].breakers[f"{work}s"] == "OPEN"
