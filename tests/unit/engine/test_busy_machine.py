@@ -108,25 +108,6 @@ def test_nobody_waits_longer_since_a_tier_is_not_run() -> None:
     assert counts_of(busy.story).breaker_opened == 0
 
 
-def test_a_tier_that_hangs_on_a_busy_machine_is_found_once_it_was_run_for_long_enough() -> None:
-    busy = BusyMachine()
-    busy.passes(PROBE_S, not_run_s=0.75 * PROBE_S)
-    busy.passes(0.74 * PROBE_S)
-    assert busy.breaker == "CLOSED"
-    busy.passes(0.01 * PROBE_S)
-    assert busy.breaker == "OPEN"
-
-
-def test_what_was_not_run_before_is_no_excuse() -> None:
-    busy = BusyMachine()
-    busy.passes(9 * PROBE_S, not_run_s=9 * PROBE_S)
-    busy.story.answer_all()
-    busy.key = b"another"
-    busy.ask("later")
-    busy.passes(PROBE_S)
-    assert busy.breaker == "OPEN"
-
-
 def test_a_trial_whose_request_has_lost_patience_shows_that_the_tier_is_well() -> None:
     """It was forgotten, and nothing was tried again."""
     busy = BusyMachine(wait_timeout_s=0.6 * PROBE_S)

@@ -199,17 +199,6 @@ def test_a_full_mailbox_is_tried_again_after_a_second() -> None:
     assert stored(story) == keys
 
 
-def test_a_reset_forgets_what_was_deferred() -> None:
-    story, keys = Story(**HALF), keys_of(8)
-    cascade(story, keys)
-    assert holes(story)
-    story.facade.reset()
-    assert holes(story) == frozenset()
-    assert stored(story) == keys[:4]
-    story.pass_time(1.1)
-    assert stored(story) == []
-
-
 # --- the books of one tier ---
 
 

@@ -140,10 +140,8 @@ def test_what_a_tier_has_brought_is_given_to_none() -> None:
     assert story.facade.lookup(key, "r") is True
 
 
-@pytest.mark.parametrize("end", ["failure", "reset"])
-def test_of_a_fill_that_did_not_end_nothing_is_parked_for_tiers_that_want_whole_requests(
-    end: str,
-) -> None:
+@pytest.mark.parametrize("end", ["success", "failure", "reset"])
+def test_what_is_parked_for_tiers_that_want_whole_requests_ends_with_its_fill(end: str) -> None:
     """Else a tier would be given the block of that name that it has just brought itself."""
     story = Story(slots=4, whole=True)
     facade, (key,) = story.facade, keys_of(1)
@@ -154,8 +152,9 @@ def test_of_a_fill_that_did_not_end_nothing_is_parked_for_tiers_that_want_whole_
     if end == "reset":
         facade.reset()
     else:
-        facade.complete_store([key], "w", success=False)
+        facade.complete_store([key], "w", success=end == "success")
     assert story.runtime.primary.audit().parked == frozenset()
+    assert len(story.answer_all()) == (end == "success")
 
 
 # --- what is told and observed ---

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings, strategies
 
-from kvtier import RuntimeConfig
 from kvtier.core import messages as m
 from kvtier.core.messages import RequestOrder
 from kvtier.engine.primary.running_prefixes import RunningPrefixes
 from kvtier.policies.eviction.arc import ARCPolicy
 from kvtier.policies.eviction.lru import LRUPolicy
 from kvtier.policies.eviction.reuse.policy import ReusePolicy
-from tests.support.cell import open_test_runtime
 from tests.support.examples import TIMES, examples
+from tests.unit.engine._story import Story
 
 if TYPE_CHECKING:
     from kvtier.core.actor import Actor
@@ -39,19 +38,12 @@ def block(path: str, number: int, group: int = 0) -> Key:
     return path[: number + 1].encode().ljust(32, b"-") + group.to_bytes(4, "big")
 
 
-class Engine:
+class Engine(Story):
     """A runtime without tiers, and requests that share prefixes of their paths."""
 
     def __init__(self, policy: type[EvictionPolicy], slots: int, groups: int = 1) -> None:
+        super().__init__(slots=slots, tiers=0, policy=policy)
         self.groups = groups
-        self.now = 0.0
-        self.runtime = open_test_runtime(
-            RuntimeConfig(slot_count=slots, block_bytes=16),
-            policy(slots),
-            [],
-            clock=lambda: self.now,
-        )
-        self.facade = self.runtime.facade
         self.slots = self.runtime.primary.slots
         self.paths: dict[str, list[Key]] = {}
         self.known: dict[str, list[Key]] = {}  # of each request: what it used, or told
@@ -74,7 +66,7 @@ class Engine:
             self.untold.add(name)
         return name
 
-    def load(self, name: str) -> None:
+    def read(self, name: str) -> None:
         """Load the prefix that is here."""
         hits = self.facade.lookup_prefix(self.paths[name], name) or 0
         self._knows(name, hits)
@@ -82,7 +74,7 @@ class Engine:
         self.facade.complete_load(self.paths[name][:hits], name)
         self.done[name] = max(self.done[name], hits)
 
-    def store(self, name: str, count: int) -> None:
+    def write(self, name: str, count: int) -> None:
         """Store the next blocks."""
         start = self.done[name]
         self.done[name] = end = min(start + count * self.groups, len(self.paths[name]))
@@ -102,11 +94,6 @@ class Engine:
         self.facade.on_request_finished(name, self.paths[name])
         for book in (self.paths, self.known, self.done):
             del book[name]
-
-    def step(self, seconds: float = 0.1) -> None:
-        """End a step."""
-        self.now += seconds
-        self.facade.step_end()
 
     def _order(self, name: str) -> dict[str, Any]:
         if name not in self.untold:
@@ -147,13 +134,13 @@ def test_a_head_that_another_request_brought_goes_after_its_users_tail(
 ) -> None:
     """In four slots: one request brings A, another uses it and stores B and C behind it."""
     engine = Engine(policy, 4)
-    engine.store(engine.start("A", tells=False), 1)
+    engine.write(engine.start("A", tells=False), 1)
     engine.end("r0")
     user = engine.start("ABC", tells=False)
-    engine.load(user)
-    engine.step(1.5)
-    engine.store(user, 2)
-    engine.store(engine.start("XY", tells=False), 2)
+    engine.read(user)
+    engine.let_pass(1.5)
+    engine.write(user, 2)
+    engine.write(engine.start("XY", tells=False), 2)
     assert engine.runtime.primary.slot_of(block("ABC", 0)) is not None
     for number in range(2):  # once it is over, its policy decides
         assert engine.runtime.primary.slot_of(block("XY", number)) is not None
@@ -190,15 +177,15 @@ def test_a_running_requests_tail_goes_before_its_head(
         for verb, path, which, count, tells, seconds in moves:
             name = list(engine.paths)[which % len(engine.paths)] if engine.paths else None
             if verb == "start" and len(engine.paths) < REQUESTS_MAX:
-                engine.load(engine.start(path, tells=tells))
+                engine.read(engine.start(path, tells=tells))
             elif verb == "store" and name:
-                engine.store(name, count)
+                engine.write(name, count)
             elif verb == "touch" and name:
                 engine.touch(name)
             elif verb == "end" and name:
                 engine.end(name)
             if seconds:
-                engine.step(seconds)
+                engine.let_pass(seconds)
         assert not engine.runtime.cell.faults
         known = engine.runtime.engine.policy.policy
         assert len(known) == len(engine.runtime.primary.resident())

@@ -148,23 +148,6 @@ def test_long_steps_of_the_engine_are_not_taken_for_a_slow_tier() -> None:
         assert link_of(story).audit().waiting_stores == ()
 
 
-def test_a_tier_that_hangs_behind_a_queue_is_cut_off_at_its_limit() -> None:
-    slow = SlowTier()
-    slow.ask("r", slow.keys[:40])
-    slow.serve(5)
-    link = link_of(slow.story)
-    limit_s = link._tier_config.promote_timeout_s
-    slow.pass_time(limit_s)
-    assert slow.breakers == {"CLOSED"}, "it may be slower than ever, by as much as was expected"
-    hangs_since = slow.story.now - limit_s
-    while slow.breakers == {"CLOSED"}:
-        slow.pass_time(0.02)
-        assert slow.story.now - hangs_since < 2 * limit_s
-    assert slow.facade.statistics().tiers[0].breakers["loads"] == "OPEN"
-    assert link.audit().waiting_loads == (), "nobody waits for it"
-    assert slow.facade.lookup_states(slow.keys[5:40], "r") == [ABSENT]
-
-
 def test_one_call_that_hangs_beside_others_is_given_up_alone() -> None:
     two_calls = BackendTraits(2, 2, load_batch_blocks_max=1)
     settings = {"slots": 64, "job_blocks_max": 1, "on_reset": "keep"}

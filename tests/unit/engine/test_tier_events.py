@@ -144,21 +144,6 @@ def test_many_blocks_that_go_at_once_leave_over_some_steps() -> None:
     assert not story.runtime.primary.audit().directory.known
 
 
-@pytest.mark.parametrize("is_stored_last", [True, False])
-def test_what_comes_while_losses_wait_is_told_behind_them(is_stored_last: bool) -> None:
-    """Else a block that is stored again would be lost in the end, or one lost again found."""
-    story, keys, events = story_of_a_burst(3 * GONE_A_STEP)
-    again = keys[-1]
-    burst(story, keys, gone=True)
-    burst(story, [again], gone=False)
-    if not is_stored_last:
-        burst(story, [again], gone=True)
-    told = [each for step in [events.new(), *steps_of(story)] for each in step]
-    here = {again} if is_stored_last else set()
-    assert found_after([(STORED, tuple(keys)), *told]) == here
-    assert story.runtime.primary.audit().directory.known.keys() == here
-
-
 def test_an_answer_that_comes_while_losses_wait_is_told_behind_them() -> None:
     """Somebody else has stored the block again meanwhile: a router would never find it there."""
     story = Story(slots=4)
