@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier import TierConfig
+from kvtier.core import wire
 from kvtier.core.block_state import BlockState
 from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.backend import Outcome
@@ -170,6 +171,24 @@ def test_what_is_tried_of_a_sick_tier_is_all_that_a_request_wants_of_it() -> Non
     story.step()
     assert link_of(story).audit().breaker is BreakerState.CLOSED
     assert story.facade.lookup_prefix(keys[1:], "tries") == 5
+
+
+@pytest.mark.parametrize("work", ["probe", "load", "store"])
+def test_successes_in_between_keep_a_tier_in_use(work: str) -> None:
+    """The breaker opens for failures in a row."""
+    story, keys = story_of_a_tier(5, breaker_failures_max=2)
+    for name, key in enumerate(keys):
+        if work == "store":
+            cascade(story, [bytes([name]) * 6], f"r{name}")
+        else:
+            look_up(story, key if work == "load" else bytes([name]) * 6, f"r{name}")
+        if name % 2 == 0 and work == "probe":
+            story.runtime.cell.settle()
+            (number,) = link_of(story).audit().probes
+            story.tell(wire.ProbeAnswer(probe=number, present=()))
+        story.answer_all(Outcome.DONE if name % 2 else Outcome.FAILED)
+    assert counts_of(story).breaker_opened == 0
+    assert link_of(story).audit().breaker is BreakerState.CLOSED
 
 
 HANGS = "did nothing of its {0}s for too long"
