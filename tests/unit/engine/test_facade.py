@@ -22,7 +22,9 @@ def test_what_was_stored_is_found_and_pinned_until_it_was_read() -> None:
     slots = story.facade.prepare_load(keys, "r")
     assert len(set(slots)) == 4
     assert story.facade.prepare_store(keys_of(1, b"n"), "w") is None, "all pinned: no room"
-    story.facade.complete_load(keys, "r")
+    story.facade.complete_load(keys[:1], "r")
+    assert story.primary.pinned_slots == 3
+    story.facade.complete_load(keys[1:], "r")
     story.facade.step_end()
     grant = story.grant(keys_of(1, b"n"))
     assert grant.evicted == [keys[3]], "the tail of the only run goes first"
@@ -126,10 +128,14 @@ def test_the_end_of_what_began_before_a_reset_says_nothing_of_the_same_block_aft
     """Request and key are the same; only the epoch says what has been written, and is read."""
     story = Story(tiers=0, slots=1)
     facade, keys = story.facade, keys_of(1)
+    story.store(keys)
     facade.on_request_started("r")
-    old = story.grant(keys, "r").epoch
+    facade.prepare_load(keys, "r")
+    old = facade.epoch
     facade.reset()
+    assert story.primary.quarantined_slots == 1, "the GPU reads it yet"
     facade.on_reset_flushed()
+    assert story.primary.free_slots == 1
     new = story.grant(keys, "r").epoch
     assert new == old + 1 == facade.epoch
     facade.complete_store(keys, "r", epoch=old)

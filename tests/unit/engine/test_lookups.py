@@ -114,10 +114,12 @@ def test_completions_of_what_was_begun_and_what_was_not_are_told_apart() -> None
     facade.prepare_load(keys[:2], "r")
     facade.complete_load(keys, "r")
     assert story.primary.counts.unknown_completions == 1
+    facade.complete_load(keys[:2], "r")
+    assert story.primary.counts.unknown_completions == 3
     assert story.primary.pinned_slots == 0
     (new,) = story.grant(keys_of(1, b"w"), "r").keys
     facade.complete_store([new, *keys[:2], b"never"], "r")
-    assert story.primary.counts.unknown_completions == 4
+    assert story.primary.counts.unknown_completions == 6
     assert facade.lookup(new, "r") is True
 
 

@@ -47,6 +47,24 @@ def test_a_lease_runs_from_the_last_block_that_was_found_for_its_request() -> No
     assert len(story.grant(keys_of(4, b"w")).keys) == 4, "both may go"
 
 
+def test_after_a_reset_promotions_hold_nothing_whatever_they_had_come_to() -> None:
+    """What was not sent is free again; what a tier writes to is quarantined until it lets go."""
+    story, (unsent, sent, there) = story_of_a_tier(3, slots=8, store_reserve_fraction=0.25)
+    facade = story.facade
+    promote(story, [there])
+    assert facade.lookup(sent, "r") is None
+    facade.step_end()
+    story.runtime.cell.settle()
+    assert facade.lookup(unsent, "r") is None
+    leases = story.runtime.primary.audit().promotions.leases
+    assert leases == {"r": frozenset((unsent, sent, there))}
+    facade.reset()
+    assert (story.primary.promotion_slots, story.primary.quarantined_slots) == (0, 1)
+    assert story.primary.free_slots == 7
+    assert all(unsent not in batch.keys for batch in story.step())
+    assert story.primary.free_slots == 8
+
+
 def test_a_reservation_takes_what_the_reserve_and_others_leave() -> None:
     """Promise 11: two of four slots are for promotions, whoever promotes."""
     story, keys = story_of_a_tier(4, slots=4, store_reserve_fraction=0.5)

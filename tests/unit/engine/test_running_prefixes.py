@@ -22,6 +22,8 @@ from tests.support.examples import TIMES, examples
 from tests.unit.engine._story import Story
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from kvtier.core.actor import Actor
     from kvtier.core.wire import Message
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
@@ -144,6 +146,23 @@ def test_a_head_that_another_request_brought_goes_after_its_users_tail(
     assert engine.runtime.primary.slot_of(block("ABC", 0)) is not None
     for number in range(2):  # once it is over, its policy decides
         assert engine.runtime.primary.slot_of(block("XY", number)) is not None
+
+
+def test_where_one_block_goes_for_two_victims_another_goes_as_well() -> None:
+    """The block that goes in place of a victim is a victim too."""
+
+    class HeadAndTail(LRUPolicy):
+        def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
+            head, *between, tail = sorted(super().choose_victims(len(self), exclude))
+            self.restore(between)
+            return [head, tail]
+
+    engine = Engine(HeadAndTail, 3)
+    engine.write(engine.start("ABC", tells=True), 3)
+    engine.write(engine.start("XY", tells=False), 2)
+    assert engine.runtime.primary.slot_of(block("ABC", 0)) is not None
+    assert len(engine.runtime.primary.resident()) == 3
+    assert engine.primary.counts.policies_replaced == 0
 
 
 PATHS = strategies.tuples(

@@ -12,7 +12,7 @@ from kvtier.core import wire
 from kvtier.core.block_state import BlockState
 from kvtier.runtime import open_staged_tier
 from kvtier.settings.secondary_tier import read_secondary_tier
-from tests.support.patience import PATIENCE_S, pause, until
+from tests.support.patience import until
 from tests.support.patient_limits import _patient_limits  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
@@ -92,13 +92,9 @@ class Program:
         return self.jobs
 
     def find(self, key: bytes, request: str = "r") -> BlockState:
-        for _ in range(int(PATIENCE_S)):
-            found = self.facade.lookup(key, request)
-            if found is not BlockState.PROBING:
-                return found
-            self.take()
-            pause()
-        raise AssertionError("asked for ever")
+        probing = BlockState.PROBING
+        until(lambda: self.facade.lookup(key, request) is not probing or self.take())
+        return self.facade.lookup(key, request)
 
     def at_rest(self) -> bool:
         self.take()
@@ -177,6 +173,17 @@ def test_loads_share_fewer_staging_slots_than_one_of_them_needs(program: Program
     program.facade.step_end()
     assert [program.until_finished(job).failed for job in jobs] == [[], []]
     assert all(program.holds(slot, slot % COUNT) for slot in range(SLOTS))
+
+
+@given(staging_bytes=3 * BLOCK)
+def test_a_load_that_waits_for_room_lets_a_later_one_end(program: Program) -> None:
+    """The tier is asked for the first one's block, while the second takes the room."""
+    program.until_finished(program.store(KEYS[:3]))
+    lose(program, KEYS[:1])
+    program.facade.submit_load(100, "r", KEYS[:1], [0])
+    program.facade.submit_load(101, "r", KEYS[1:3], [1, 2])
+    program.facade.step_end()
+    assert [program.until_finished(job).failed for job in (100, 101)] == [[], []]
 
 
 def lose(program: Program, keys: tuple[bytes, ...]) -> None:
