@@ -12,7 +12,7 @@ from kvtier.errors import StoreFault
 from kvtier.plugin_api.backend import Loaded, Outcome
 from kvtier.testing import NotConforming, ServerFault, check_server_fault
 from kvtier_backends.memory import MemoryBackend
-from kvtier_backends.redis import RedisBackend, watch
+from kvtier_backends.redis import RedisBackend, servers
 from kvtier_backends.s3 import S3Backend
 from kvtier_backends.shared import kept_connection
 from tests.support.patience import PATIENCE_S
@@ -33,7 +33,7 @@ BLOCKS = 64
 def _tries_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_connection, "PAUSE_S_MIN", 0.01)
     monkeypatch.setattr(kept_connection, "PAUSE_S_MAX", 0.05)
-    monkeypatch.setattr(watch, "CHECK_S", 1e6)  # what is noticed is noticed by a call, or at once
+    monkeypatch.setattr(servers, "CHECK_S", 1e6)  # what is noticed is noticed by a call, or at once
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -24,7 +24,7 @@ from kvtier_backends.fs.bound import folder_bound
 from kvtier_backends.fs.offline import evicting
 from kvtier_backends.mooncake import backend as mooncake
 from kvtier_backends.mooncake.mooncake_options import MooncakeOptions
-from kvtier_backends.redis import watch
+from kvtier_backends.redis import servers
 from kvtier_backends.redis.redis_options import RedisOptions
 from kvtier_backends.s3 import client as s3_client
 from kvtier_backends.s3 import connection as s3_connection
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 NEVER_S: Final = 1e6
 """A period that does not come round while a test runs."""
 
-PERIODS: Final = ((disk, "TICK_S"), (watch, "CHECK_S"))
+PERIODS: Final = ((disk, "TICK_S"), (servers, "CHECK_S"))
 LIMITS: Final = (
     (disk, "CLOSE_TIMEOUT_S_MAX"),
     (claim, "LOCK_WAIT_S_MAX"),

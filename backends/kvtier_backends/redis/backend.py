@@ -2,7 +2,7 @@
 
 Everything runs on the event loop: a call is one batch of commands for each server that has some
 of its blocks. Blocks go from the slot to the socket, and from the socket to the slot. The layers
-are ``backend``, ``batches``, ``pool`` and ``resp``; ``watch``, beside them, keeps the connection.
+are ``backend``, ``batches`` and ``resp``; ``servers``, beside them, keeps the connection.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from kvtier.plugin_api.backend import (
     StoreBlock,
 )
 from kvtier_backends.incidents import IncidentLog, TierCounters
-from kvtier_backends.redis.batches import BatchRunner
+from kvtier_backends.redis.batches import BatchRunner, ConnectionPool
 from kvtier_backends.redis.client import RedisClient
-from kvtier_backends.redis.description import Description
-from kvtier_backends.redis.pool import ConnectionPool
 from kvtier_backends.redis.redis_options import read_options
 from kvtier_backends.redis.resp import TRAILER_BYTES_MAX, Command, ReplyKind, packed
 from kvtier_backends.redis.server_errors import Meaning, error_code, error_of, in_words
+from kvtier_backends.redis.servers import ConnectionWatch, Description
 from kvtier_backends.redis.trial import try_servers
-from kvtier_backends.redis.watch import ConnectionWatch
 from kvtier_backends.shared.record_threads import RecordThreads, StoredRecord
 from kvtier_backends.shared.records import make_records
 

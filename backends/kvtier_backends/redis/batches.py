@@ -1,24 +1,122 @@
-"""Runs one call's commands, each at the server that has the block, within the call's time."""
+"""Runs one call's commands, each at the server that has the block, within the call's time.
+
+Connections are kept, up to a limit for each server. While a cluster's hash slots move from one node
+to another, its redirections are followed:
+
+MOVED  the hash slot is another node's now: the tier's map is old
+ASK    it is being moved, and the key is not here: it may already have arrived at the other
+       node, which answers only commands that follow an ``ASKING``
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.errors import StoreFault
 from kvtier.plugin_api.deadlines import time_left_s
+from kvtier_backends.redis.redis_options import Address
+from kvtier_backends.redis.resp import Command, ReplyKind, packed
 from kvtier_backends.redis.server_errors import Route, error_of
-from kvtier_backends.redis.topology import HOPS_MAX, Target, onward_untrusted, redirected
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 
-    from kvtier_backends.redis.pool import ConnectionPool
-    from kvtier_backends.redis.redis_options import Address
-    from kvtier_backends.redis.resp import Command, Reply
-    from kvtier_backends.redis.topology import Topology
-    from kvtier_backends.redis.watch import ConnectionWatch
+    from kvtier_backends.redis.client import RedisClient
+    from kvtier_backends.redis.resp import Reply, RespConnection
+    from kvtier_backends.redis.servers import ConnectionWatch, Topology
+
+HOPS_MAX: Final = 4
+"""Most nodes that a command is sent to in turn: nodes that disagree would redirect it forever."""
+
+_ASKING: Final = packed(b"ASKING")
+
+
+class ConnectionPool:
+    """Lends connections. Callers limit their own waiting time. Loop thread only."""
+
+    def __init__(
+        self, client: RedisClient, connections_max: int, on_lost: Callable[[], None]
+    ) -> None:
+        """``on_lost``: called when a server ends a connection."""
+        self._client = client
+        self._on_lost = on_lost
+        self._idle: dict[Address, list[RespConnection]] = defaultdict(list)
+        self._lent: set[RespConnection] = set()
+        self._slots: dict[Address, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(connections_max)
+        )
+        self._times_left: dict[Address, int] = defaultdict(int)
+        self._is_closed = False
+
+    @asynccontextmanager
+    async def lend(self, address: Address) -> AsyncIterator[RespConnection]:
+        """Lend a connection. If its batch does not end, for any reason, it is closed at once.
+
+        So are the server's idle connections: a network that silently dropped this one dropped those
+        too, and each of them would cost a call all its time. Raises ``StoreFault`` if the server
+        can't be reached.
+        """
+        async with self._slots[address]:
+            if self._is_closed:
+                raise StoreFault("the tier is closed")
+            connection = self._idle_one(address)
+            times_left = self._times_left[address]
+            if connection is None:
+                connection = await self._client.connect(address, self._lost)
+            self._lent.add(connection)
+            try:
+                yield connection
+            finally:
+                self._lent.discard(connection)
+                if not connection.is_usable:
+                    connection.abort()
+                    self._close_idle(address)
+                elif times_left == self._times_left[address] and not self._is_closed:
+                    self._idle[address].append(connection)
+                else:
+                    connection.abort()
+
+    def leave(self, address: Address) -> None:
+        """Stop using the present connections to this address: they lead to the wrong server.
+
+        The name may lead to another one. Lent connections are closed when they come back.
+        """
+        self._times_left[address] += 1
+        self._close_idle(address)
+
+    def keep_only(self, addresses: Collection[Address]) -> None:
+        """Close the idle connections to all other servers."""
+        for address in [each for each in self._idle if each not in addresses]:
+            self._close_idle(address)
+
+    def close(self) -> None:
+        """Close all connections, and the client; calls end. May be called twice."""
+        self._is_closed = True
+        self.keep_only(())
+        for connection in self._lent:
+            connection.abort()
+        self._client.close()
+
+    def _close_idle(self, address: Address) -> None:
+        for connection in self._idle.pop(address, []):
+            connection.abort()
+
+    def _idle_one(self, address: Address) -> RespConnection | None:
+        idle = self._idle[address]
+        while idle:
+            connection = idle.pop()
+            if connection.is_usable:
+                return connection
+        return None
+
+    def _lost(self, connection: RespConnection) -> None:
+        for idle in self._idle.values():
+            if connection in idle:
+                idle.remove(connection)
+        self._on_lost()
 
 
 class BatchRunner:
@@ -110,3 +208,47 @@ def _route(reply: Reply | None, asked: Address) -> Route:
     # A node that redirects to itself is no longer the one that its name leads to.
     is_itself = onward is not None and not onward.is_asked and onward.address == asked
     return Route.LEFT if is_itself else error.route
+
+
+class Target(NamedTuple):
+    """A node to send commands to."""
+
+    address: Address
+    is_asked: bool = False  #: its hash slot has not fully arrived there
+
+    def framed(self, commands: Sequence[Command]) -> Sequence[Command]:
+        """Return the commands to send."""
+        return [*_each_asked(commands)] if self.is_asked else commands
+
+
+def redirected(sent: Mapping[Target, Sequence[Command]]) -> dict[Target, list[Command]]:
+    """Return the commands to be redirected. Their replies are cleared."""
+    further: dict[Target, list[Command]] = defaultdict(list)
+    for target, commands in sent.items():
+        for command in commands:
+            onward = onward_untrusted(command.reply, target.address)
+            if onward is not None:
+                command.forget_reply()
+                further[onward].append(command)
+    return further
+
+
+def onward_untrusted(reply: Reply | None, asked: Address) -> Target | None:
+    """Parse ``ASK <slot> <host>:<port>``. None for anything else; raises nothing."""
+    if reply is None or reply.kind is not ReplyKind.ERROR:
+        return None
+    code, _, rest = reply.text.partition(" ")
+    host, _, port = rest.partition(" ")[2].rpartition(":")
+    if code not in ("ASK", "MOVED") or host == "?" or not (port.isascii() and port.isdigit()):
+        return None
+    number = int(port[:6])
+    if not 0 < number < 1 << 16:
+        return None
+    # A node that does not know its own name leaves it empty: it is the host that was queried.
+    return Target(Address(host.strip("[]") or asked.host, number), code == "ASK")
+
+
+def _each_asked(commands: Sequence[Command]) -> Iterator[Command]:
+    for command in commands:
+        yield Command((_ASKING,))
+        yield command

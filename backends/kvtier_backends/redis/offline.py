@@ -16,7 +16,7 @@ from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier.plugin_api.offline import NamespaceBlocks
 from kvtier_backends.redis.client import RedisClient, ServerRefused
 from kvtier_backends.redis.redis_options import SCHEMES, read_options
-from kvtier_backends.redis.topology import discover
+from kvtier_backends.redis.servers import discover
 from kvtier_backends.shared.namespaces import (
     DESCRIPTION_BYTES_MAX,
     DescriptionDamaged,

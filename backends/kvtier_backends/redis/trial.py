@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from kvtier.errors import StoreFault
 from kvtier_backends.redis.client import ServerRefused
 from kvtier_backends.redis.server_errors import remedy_of
-from kvtier_backends.redis.topology import discover
+from kvtier_backends.redis.servers import discover
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.options import Options
     from kvtier_backends.redis.client import RedisClient
     from kvtier_backends.redis.redis_options import Address, RedisOptions
-    from kvtier_backends.redis.topology import Topology
+    from kvtier_backends.redis.servers import Topology
 
 NAMESPACE: Final = "kvtier-check"
 LEFT_S: Final = "60"  #: then the server removes the leftovers of a killed check

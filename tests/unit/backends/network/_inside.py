@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.plugin_api.backend import Connection, Outcome
 from kvtier_backends.mooncake import MooncakeBackend
-from kvtier_backends.redis import RedisBackend, watch
+from kvtier_backends.redis import RedisBackend, servers
 from kvtier_backends.s3 import S3Backend
 from kvtier_backends.shared import kept_connection
 from tests.support import mooncake_server, redis_servers
@@ -158,7 +158,7 @@ async def packets_fare_as_told(network: Network, _folder: Path) -> None:
 
 @contextmanager
 def _redis(folder: Path) -> Iterator[Served]:
-    watch.CHECK_S = 1e6
+    servers.CHECK_S = 1e6
     patient = {"connect_timeout_s": PATIENCE_S, "call_timeout_s": PATIENCE_S}
     with redis_servers.running("valkey", folder / "server") as server:
         backend = RedisBackend.from_options({"url": server.url, **patient}, CONTEXT)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier_backends.redis import watch
+from kvtier_backends.redis import servers
 from kvtier_backends.shared import kept_connection
 from tests.support.redis_servers import PROGRAMS, Cluster, Program, running
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def _tries_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_connection, "PAUSE_S_MIN", 0.01)
     monkeypatch.setattr(kept_connection, "PAUSE_S_MAX", 0.05)
-    monkeypatch.setattr(watch, "CHECK_S", 1e6)  # what is noticed is noticed by a call, or at once
+    monkeypatch.setattr(servers, "CHECK_S", 1e6)  # what is noticed is noticed by a call, or at once
 
 
 @pytest.fixture(

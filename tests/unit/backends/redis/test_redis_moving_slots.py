@@ -11,9 +11,9 @@ import pytest
 from valkey.crc import key_slot
 
 from kvtier.plugin_api.backend import Connection, Outcome
+from kvtier_backends.redis.batches import Target, redirected
 from kvtier_backends.redis.redis_options import Address
 from kvtier_backends.redis.resp import Command, Reply, ReplyKind
-from kvtier_backends.redis.topology import Target, redirected
 from tests.support.patience import until_true
 from tests.support.redis_servers import HOST, Cluster
 from tests.unit.backends.redis._redis import Tier, key_of, open_redis
