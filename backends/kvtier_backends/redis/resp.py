@@ -80,7 +80,7 @@ class Reply(NamedTuple):
     payload_bytes: int = 0
 
 
-_STORED: Final = b"+OK\r\n"
+_STORED: Final = b"+OK"
 _STORED_REPLY: Final = Reply(ReplyKind.DONE, "OK")
 
 
@@ -124,9 +124,9 @@ class RespConnection(asyncio.BufferedProtocol):
         self._on_lost = on_lost
         self._on_end = on_end
         self._transport: asyncio.Transport
-        self._writer: SocketWriter
-        self._reader: SocketReader
-        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._socket: BatchSocket
+        self._read = bytearray(SCRATCH_BYTES)
+        self._scratch = memoryview(self._read)
         self._start = self._end = 0  # the unread part of ``_scratch``
         self._reading = _Reading.LINE
         self._left = memoryview(b"")  # the part of the payload that has not arrived yet
@@ -155,7 +155,7 @@ class RespConnection(asyncio.BufferedProtocol):
         while parts:
             self._check()
             try:
-                self._writer.write_some(parts)
+                self._socket.write_some(parts)
             except OSError as problem:
                 raise ConnectionLost(str(problem)) from None
             while self._is_paused:
@@ -179,8 +179,7 @@ class RespConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take over a connection."""
         self._transport = cast("asyncio.Transport", transport)
-        self._writer = SocketWriter(self._transport)
-        self._reader = SocketReader(self._transport)
+        self._socket = BatchSocket(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the batch."""
@@ -225,7 +224,7 @@ class RespConnection(asyncio.BufferedProtocol):
         """Read data that is already there: the rest of a block, and the bytes behind it."""
         while self._waiting and count < READ_ON_BYTES_MAX:
             block, scratch = self._left, self._scratch[self._end :]
-            read = self._reader.read_some((block, scratch) if block else (scratch,))
+            read = self._socket.read_some((block, scratch) if block else (scratch,))
             if not read:
                 return
             count += read
@@ -256,18 +255,19 @@ class RespConnection(asyncio.BufferedProtocol):
         return self._parse_discarded()
 
     def _parse_line(self) -> bool:
-        unread = bytes(self._scratch[self._start : self._end])
-        if unread.startswith(_STORED):
-            self._parse_stored(unread)
-            return True
-        line, found, _ = unread.partition(_LINE_END)
-        if not found:
-            if len(unread) == SCRATCH_BYTES:
+        end = self._read.find(_LINE_END, self._start, self._end)
+        if end < 0:
+            if self._end - self._start == SCRATCH_BYTES:
                 raise ValueError("a line is too long")
             return False
         if not self._waiting:
             raise ValueError("nobody asked")
-        self._start += len(line) + len(_LINE_END)
+        if self._read.startswith(_STORED, self._start, end):  # the usual reply to a store
+            self._start = end + len(_LINE_END)
+            self._replied(_STORED_REPLY)
+            return True
+        line = bytes(self._scratch[self._start : end])
+        self._start = end + len(_LINE_END)
         kind, rest = line[:1], line[1:]
         if kind in (b"+", b":"):
             self._replied(Reply(ReplyKind.DONE, rest.decode("ascii", "replace")))
@@ -278,16 +278,6 @@ class RespConnection(asyncio.BufferedProtocol):
         else:
             raise ValueError(f"it begins with {kind!r}")
         return True
-
-    def _parse_stored(self, unread: bytes) -> None:
-        """Process the usual replies to stores, all that have arrived at once."""
-        count = 0
-        while unread.startswith(_STORED, count * len(_STORED)):
-            if not self._waiting:
-                raise ValueError("nobody asked")
-            count += 1
-            self._replied(_STORED_REPLY)
-        self._start += count * len(_STORED)
 
     def _begin_bulk(self, length: int) -> None:
         command = self._waiting[0]
@@ -383,12 +373,16 @@ def packed(*words: bytes) -> bytes:
     )
 
 
-class SocketReader:
-    """Reads from the socket of a transport, within its ``buffer_updated``. Loop thread only."""
+class BatchSocket:
+    """A transport's socket: reads within its ``buffer_updated``, and writes. Loop thread only."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
         is_encrypted = transport.get_extra_info("ssl_object") is not None
         self._socket = None if is_encrypted else transport.get_extra_info("socket")
+        # The transport copies a write that the socket doesn't take: so allow only one at a time.
+        # With TLS not 0: asyncio takes an empty buffer as full then.
+        transport.set_write_buffer_limits(high=0 if self._socket else 1, low=0)
 
     def read_some(self, buffers: Sequence[memoryview]) -> int:
         """Fill these buffers in order with the available data.
@@ -401,18 +395,6 @@ class SocketReader:
             return os.readv(self._socket.fileno(), buffers)
         except OSError:
             return 0
-
-
-class SocketWriter:
-    """Writes to the socket of a transport; another object reads from it. Loop thread only."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        is_encrypted = transport.get_extra_info("ssl_object") is not None
-        self._socket = None if is_encrypted else transport.get_extra_info("socket")
-        # The transport copies a write that the socket doesn't take: so allow only one at a time.
-        # With TLS not 0: asyncio takes an empty buffer as full then.
-        transport.set_write_buffer_limits(high=0 if self._socket else 1, low=0)
 
     def write_some(self, parts: deque[Part]) -> None:
         """Write the first of these parts, and remove the written bytes from them.
