@@ -22,7 +22,7 @@ from kvtier_backends.redis.resp import Command, ReplyKind, packed
 from kvtier_backends.redis.server_errors import Route, error_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
     from kvtier_backends.redis.client import RedisClient
     from kvtier_backends.redis.resp import Reply, RespConnection
@@ -218,7 +218,9 @@ class Target(NamedTuple):
 
     def framed(self, commands: Sequence[Command]) -> Sequence[Command]:
         """Return the commands to send."""
-        return [*_each_asked(commands)] if self.is_asked else commands
+        if not self.is_asked:
+            return commands
+        return [each for command in commands for each in (Command((_ASKING,)), command)]
 
 
 def redirected(sent: Mapping[Target, Sequence[Command]]) -> dict[Target, list[Command]]:
@@ -228,7 +230,7 @@ def redirected(sent: Mapping[Target, Sequence[Command]]) -> dict[Target, list[Co
         for command in commands:
             onward = onward_untrusted(command.reply, target.address)
             if onward is not None:
-                command.forget_reply()
+                command.reply = None
                 further[onward].append(command)
     return further
 
@@ -246,9 +248,3 @@ def onward_untrusted(reply: Reply | None, asked: Address) -> Target | None:
         return None
     # A node that does not know its own name leaves it empty: it is the host that was queried.
     return Target(Address(host.strip("[]") or asked.host, number), code == "ASK")
-
-
-def _each_asked(commands: Sequence[Command]) -> Iterator[Command]:
-    for command in commands:
-        yield Command((_ASKING,))
-        yield command

@@ -103,20 +103,8 @@ def error_of(reply: Reply | None) -> ServerError | None:
     return SERVER_ERRORS.get(error_code(reply), SERVER_ERRORS["ERR"])
 
 
-def refuses_writes(kind: str) -> bool:
-    """Return whether a server that refuses a write with this error serves its data.
-
-    ``kind``: of ``client.ServerRefused``.
-    """
-    return _row(kind).refuses_writes
-
-
-def remedy_of(kind: str) -> str:
-    """Return the remedy, in words; empty if none is known. ``kind``: as above."""
-    return _row(kind).remedy
-
-
-def _row(kind: str) -> ServerError:
+def error_named(kind: str) -> ServerError:
+    """Return an error's meaning. ``kind``: of ``client.ServerRefused``."""
     return SERVER_ERRORS.get(_CLASSES.get(kind, kind), SERVER_ERRORS["ERR"])
 
 

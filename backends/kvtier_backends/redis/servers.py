@@ -22,7 +22,7 @@ from kvtier.errors import StoreFault
 from kvtier.plugin_api.backend import Connection
 from kvtier_backends.redis.client import ServerRefused
 from kvtier_backends.redis.redis_options import Address
-from kvtier_backends.redis.server_errors import refuses_writes
+from kvtier_backends.redis.server_errors import error_named
 from kvtier_backends.shared.kept_connection import KeptConnection
 from kvtier_backends.shared.namespaces import OwnDescription, namespace_name
 
@@ -144,7 +144,7 @@ class Description:
                 try:
                     await ask("SET", self.name, self._own.text, "NX")
                 except ServerRefused as refused:
-                    if not refuses_writes(refused.kind):  # and serves its data
+                    if not error_named(refused.kind).refuses_writes:  # and serves its data
                         raise
             found = await ask("GET", self.name)
         if found is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import StoreFault
 from kvtier_backends.redis.client import ServerRefused
-from kvtier_backends.redis.server_errors import remedy_of
+from kvtier_backends.redis.server_errors import error_named
 from kvtier_backends.redis.servers import discover
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class _Trial:
             return f"Run ACL SETUSER {user} ~{self._given.key_prefix}:* {rights}{more} there"
         if kind in _REMEDIES:
             return _REMEDIES[kind]
-        if remedy := remedy_of(kind):
+        if remedy := error_named(kind).remedy:
             return remedy[0].upper() + remedy[1:]
         if self._step == "logging in":
             return "Set username, db, and one of password_file, password_env, password_command"
