@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -77,18 +77,6 @@ async def test_what_is_no_description_is_refused(
         assert tier.states == [Connection.CONNECTING]
 
 
-async def test_engines_with_another_model_use_the_same_server_side_by_side(
-    valkey_server: RedisServer,
-) -> None:
-    other = BackendContext(BLOCK_BYTES, Namespace({"model_name": "org/other"}), "1:redis")
-    async with open_redis(valkey_server.url) as one, open_redis(valkey_server.url, other) as two:
-        assert await one.store(1) == [Outcome.DONE]
-        assert await two.load(1) == [Outcome.ABSENT]
-        assert await two.store(1) == [Outcome.DONE]
-        await two.backend.close()
-        assert await one.load(1) == [Outcome.DONE]
-
-
 async def test_two_engines_share_blocks(server: RedisServer) -> None:
     async with open_redis(server.url) as one, open_redis(server.url) as two:
         assert await one.store(1, 2) == [Outcome.DONE] * 2
@@ -96,12 +84,20 @@ async def test_two_engines_share_blocks(server: RedisServer) -> None:
         assert await two.load(1, 2, 3) == [Outcome.DONE, Outcome.DONE, Outcome.ABSENT]
 
 
-async def test_databases_and_prefixes_keep_engines_apart(valkey_server: RedisServer) -> None:
+OTHER = BackendContext(BLOCK_BYTES, Namespace({"model_name": "org/other"}), "1:redis")
+
+
+@pytest.mark.parametrize(
+    ("context", "options"),
+    [(OTHER, {}), (CONTEXT, {"db": 1}), (CONTEXT, {"key_prefix": "other"})],
+)
+async def test_models_databases_and_prefixes_keep_engines_apart(
+    valkey_server: RedisServer, context: BackendContext, options: dict[str, Any]
+) -> None:
     url = valkey_server.url
-    async with (
-        open_redis(url) as one,
-        open_redis(url, db=1) as two,
-        open_redis(url, key_prefix="other") as three,
-    ):
+    async with open_redis(url) as one, open_redis(url, context, **options) as two:
         assert await one.store(1) == [Outcome.DONE]
-        assert await two.load(1) == await three.load(1) == [Outcome.ABSENT]
+        assert await two.load(1) == [Outcome.ABSENT]
+        assert await two.store(1) == [Outcome.DONE]
+        await two.backend.close()
+        assert await one.load(1) == [Outcome.DONE]

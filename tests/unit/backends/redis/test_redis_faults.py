@@ -56,16 +56,6 @@ async def test_a_killed_server_is_told_of_once_and_asked_for_nothing(
         assert tier.count("connection_gone") == 1
 
 
-async def test_a_tier_that_nobody_uses_notices_at_once_that_its_server_is_gone(
-    valkey_server: RedisServer,
-) -> None:
-    """Not only at its next check: until then lookups would be sent nowhere."""
-    async with open_redis(valkey_server.url) as tier:
-        await tier.until(Connection.UP)
-        valkey_server.kill()
-        await tier.until(Connection.GONE)
-
-
 async def test_a_call_without_time_is_not_sent(valkey_server: RedisServer) -> None:
     async with open_redis(valkey_server.url) as tier:
         assert await tier.store(1) == [Outcome.DONE]
@@ -77,6 +67,7 @@ async def test_a_call_without_time_is_not_sent(valkey_server: RedisServer) -> No
 async def test_each_time_that_a_server_is_lost_is_logged_once(
     valkey_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At once, though nobody uses the tier: until its next check lookups would be sent nowhere."""
     monkeypatch.setattr(kept_connection, "STEADY_S", 0.0)  # else it would be one episode
     with capture_logs() as lines:
         async with open_redis(valkey_server.url) as tier:
@@ -134,42 +125,25 @@ async def test_a_call_ends_after_its_own_time_though_nobody_set_a_deadline(
         valkey_server.go_on()
 
 
+@pytest.mark.parametrize("arrived", [0, 3, BLOCK_BYTES + BLOCK_BYTES // 2])
 async def test_nothing_is_written_to_a_slot_once_its_load_was_cancelled(
-    valkey_server: RedisServer,
+    valkey_server: RedisServer, arrived: int
 ) -> None:
-    async with open_redis(valkey_server.url) as tier:
-        assert await tier.store(1, 2, 3) == [Outcome.DONE] * 3
-        valkey_server.stop()
-        blocks = [LoadBlock(key_of(n), tier.slots.view(8 + n)) for n in (1, 2, 3)]
-        call = asyncio.create_task(tier.backend.load(blocks))
-        await until_true(lambda: tier.backend._pool._lent)
-        call.cancel()
-        await asyncio.wait([call])
-        assert tier.backend.busy_threads() == 0
-        for block in blocks:
-            block.buffer[:] = GUARD
-        valkey_server.go_on()
-        assert await tier.load(1, 2, 3) == [Outcome.DONE] * 3  # over another connection
-        assert all(block.buffer == GUARD for block in blocks)
-
-
-async def test_the_rest_of_a_reply_that_comes_late_goes_into_no_slot(
-    valkey_server: RedisServer,
-) -> None:
-    """A part of the block is in its slot already, and the next bytes would go there."""
+    """The rest of a reply comes late, when a part of the block may be in its slot already."""
     async with cutting_proxy(valkey_server.port) as proxy, open_redis(proxy.url) as tier:
         assert await tier.store(1, 2) == [Outcome.DONE] * 2
         proxy.goes_on = asyncio.Event()
-        proxy.left_bytes = BLOCK_BYTES + BLOCK_BYTES // 2
+        proxy.left_bytes = arrived
         blocks = [LoadBlock(key_of(n), tier.slots.view(8 + n)) for n in (1, 2)]
         call = asyncio.create_task(tier.backend.load(blocks))
         await until_true(lambda: proxy.is_holding)
         call.cancel()
         await asyncio.wait([call])
+        assert tier.backend.busy_threads() == 0
         for block in blocks:
             block.buffer[:] = GUARD
         proxy.goes_on.set()
-        assert await tier.load(1, 2) == [Outcome.DONE] * 2
+        assert await tier.load(1, 2) == [Outcome.DONE] * 2  # over another connection
         assert all(block.buffer == GUARD for block in blocks)
 
 
@@ -237,14 +211,6 @@ async def test_a_full_server_says_so_and_serves_what_it_has(server: RedisServer)
         assert await tier.store(2) == [Outcome.DONE]
 
 
-async def test_a_full_server_is_connected_to(valkey_server: RedisServer) -> None:
-    """It has blocks to serve, though there is no room for a description."""
-    valkey_server.ask("CONFIG", "SET", "maxmemory", 1)
-    async with open_redis(valkey_server.url) as tier:
-        await tier.until(Connection.UP)
-        assert await tier.load(1) == [Outcome.ABSENT]
-
-
 async def test_what_the_server_evicts_is_a_miss(server: RedisServer) -> None:
     async with open_redis(server.url) as tier:
         assert await tier.store(1) == [Outcome.DONE]
@@ -266,44 +232,32 @@ async def test_a_block_expires(server: RedisServer) -> None:
         assert tier.backend.traits.presence_ttl_s == 30  # no longer than it is there
 
 
-RECORD_BYTES = Records(CONTEXT).record_bytes(key_of(1))
-FOREIGN = {
-    "empty": b"",
-    "shorter": b"x" * 100,
-    "longer": b"x" * (2 * BLOCK_BYTES),
-    "as long": b"x" * RECORD_BYTES,
+PLANTED: dict[str, tuple[str | bytes, ...]] = {
+    "empty": ("SET", b""),
+    "shorter": ("SET", b"x" * 100),
+    "longer": ("SET", b"x" * (2 * BLOCK_BYTES)),
+    "as long": ("SET", b"x" * Records(CONTEXT).record_bytes(key_of(1))),
+    "another block's": ("COPY",),
+    "a list": ("RPUSH", "a"),
 }
+"""By what others put in a block's place: the command, and what follows the block's name."""
 
 
-@pytest.mark.parametrize("what", FOREIGN)
-async def test_what_others_wrote_in_a_blocks_place_is_damaged(
+@pytest.mark.parametrize("what", PLANTED)
+async def test_what_others_put_in_a_blocks_place_is_damaged_and_overwritten(
     valkey_server: RedisServer, what: str
 ) -> None:
     async with open_redis(valkey_server.url) as tier:
         assert await tier.store(1, 2, 3) == [Outcome.DONE] * 3
-        valkey_server.ask("SET", tier.name(2), FOREIGN[what])
-        wanted = [Outcome.DONE, Outcome.DAMAGED, Outcome.DONE]
-        assert await tier.load(1, 2, 3) == wanted
+        command, *value = PLANTED[what]
+        valkey_server.ask("DEL", tier.name(2))
+        source = [tier.name(1)] if command == "COPY" else []
+        valkey_server.ask(command, *source, tier.name(2), *value)
+        assert await tier.load(1, 2, 3) == [Outcome.DONE, Outcome.DAMAGED, Outcome.DONE]
         assert tier.count("blocks_damaged") == 1
         assert tier.count("connections_lost") == 0
-
-
-async def test_another_blocks_record_is_damaged(valkey_server: RedisServer) -> None:
-    async with open_redis(valkey_server.url) as tier:
-        assert await tier.store(1, 2) == [Outcome.DONE] * 2
-        valkey_server.ask("COPY", tier.name(1), tier.name(2), "REPLACE")
-        assert await tier.load(1, 2) == [Outcome.DONE, Outcome.DAMAGED]
-
-
-async def test_a_list_in_a_blocks_place_is_damaged_and_overwritten(
-    valkey_server: RedisServer,
-) -> None:
-    async with open_redis(valkey_server.url) as tier:
-        await tier.until(Connection.UP)
-        valkey_server.ask("RPUSH", tier.name(1), "a")
-        assert await tier.load(1) == [Outcome.DAMAGED]
-        assert await tier.store(1) == [Outcome.DONE]
-        assert await tier.load(1) == [Outcome.DONE]
+        assert await tier.store(2) == [Outcome.DONE]
+        assert await tier.load(2) == [Outcome.DONE]
 
 
 async def test_a_stray_cancellation_does_not_end_the_looking_after(

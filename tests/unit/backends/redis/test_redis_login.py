@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 SECRET = "hunter2-hunter2"
+PEM = serialization.Encoding.PEM
 ACL = ("on", f">{SECRET}", "~kvtier:*", "+get", "+set", "+mset", "+exists", "+unlink")
 """All that the tier needs; in a cluster it needs more."""
 ACL_OF_A_CLUSTER = (*ACL, "+cluster|slots", "+asking")
@@ -38,15 +39,6 @@ def password(tmp_path: Path) -> str:
     file.write_text(f"{SECRET}\n")
     file.chmod(0o600)
     return str(file)
-
-
-async def test_the_password_of_requirepass_opens_the_server(
-    server: RedisServer, password: str
-) -> None:
-    server.ask("CONFIG", "SET", "requirepass", SECRET)
-    async with open_redis(server.url, password_file=password) as tier:
-        assert await tier.store(1) == [Outcome.DONE]
-        assert await tier.load(1) == [Outcome.DONE]
 
 
 async def test_a_user_with_the_least_rights_that_the_docs_name_is_enough(
@@ -171,16 +163,12 @@ async def test_a_unix_socket_is_as_good(tmp_path: Path) -> None:
             assert await tier.load(1) == [Outcome.DONE]
 
 
+USAGES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
+    *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
 SIGNS_CERTIFICATES = x509.KeyUsage(
-    digital_signature=False,
-    content_commitment=False,
-    key_encipherment=False,
-    data_encipherment=False,
-    key_agreement=False,
-    key_cert_sign=True,
-    crl_sign=True,
-    encipher_only=False,
-    decipher_only=False,
+    **{each: each in ("key_cert_sign", "crl_sign") for each in USAGES}
 )
 
 
@@ -188,81 +176,66 @@ class Authority:
     """A certificate authority of the test's own, and the certificates that it gave."""
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
         self._folder = folder
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority")])
-        self.file = self._write("authority.pem", self._sign(self._name, self._key, is_ca=True))
+        own = self._sign(self._name, self._key, HOST, is_ca=True)
+        self.file = self._write("authority.pem", own.public_bytes(PEM))
 
     def give(self, name: str, host: str = HOST) -> tuple[str, str]:
         """Return the files of a certificate and of its key."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        certificate = self._write(f"{name}.pem", self._sign(subject, key, host=host))
-        return certificate, self._write_key(f"{name}.key", key)
+        certificate = self._sign(subject, key, host, is_ca=False).public_bytes(PEM)
+        plain = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        written = self._write(f"{name}.key", key.private_bytes(PEM, *plain))
+        return self._write(f"{name}.pem", certificate), written
+
+    def options(self) -> dict[str, Any]:
+        """Return a tier's options: it trusts the authority, and has a certificate of it."""
+        certificate, key = self.give("engine")
+        return {"tls_ca_file": self.file, "tls_cert_file": certificate, "tls_key_file": key}
+
+    def settings(self, host: str = HOST) -> tuple[int, list[str]]:
+        """Return a port, and the settings of a server that listens there with TLS."""
+        port = free_port()
+        certificate, key = self.give("server", host)
+        settings = ["--tls-port", str(port), "--tls-cert-file", certificate, "--tls-key-file", key]
+        return port, [*settings, "--tls-ca-cert-file", self.file]
 
     def _sign(
-        self,
-        subject: x509.Name,
-        key: ec.EllipticCurvePrivateKey,
-        *,
-        host: str = HOST,
-        is_ca: bool = False,
+        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, host: str, *, is_ca: bool
     ) -> x509.Certificate:
-        now = dt.datetime.now(dt.UTC)
-        day = dt.timedelta(days=1)
-        named = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))])
+        now, day = dt.datetime.now(dt.UTC), dt.timedelta(days=1)
         builder = x509.CertificateBuilder().subject_name(subject).issuer_name(self._name)
         builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
         builder = builder.not_valid_before(now - day).not_valid_after(now + day)
-        builder = builder.add_extension(named, critical=False)
         # Python 3.13 wants of certificates all that RFC 5280 does: whose key signed them, and
         # of an authority's that it may sign.
-        signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
-        builder = builder.add_extension(signer, critical=False)
-        own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-        builder = builder.add_extension(own, critical=False)
+        for extension in (
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))]),
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
+            x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
+        ):
+            builder = builder.add_extension(extension, critical=False)
         if is_ca:
             builder = builder.add_extension(SIGNS_CERTIFICATES, critical=True)
         constraints = x509.BasicConstraints(ca=is_ca, path_length=None)
         return builder.add_extension(constraints, critical=True).sign(self._key, hashes.SHA256())
 
-    def _write(self, name: str, certificate: x509.Certificate) -> str:
+    def _write(self, name: str, pem: bytes) -> str:
         path = self._folder / name
-        path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        path.write_bytes(pem)
         return str(path)
-
-    def _write_key(self, name: str, key: ec.EllipticCurvePrivateKey) -> str:
-        path = self._folder / name
-        path.write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM,
-                serialization.PrivateFormat.PKCS8,
-                serialization.NoEncryption(),
-            )
-        )
-        return str(path)
-
-
-def tls_settings(authority: Authority, host: str = HOST) -> tuple[int, list[str]]:
-    """Return a port, and the settings of a server that listens there with TLS."""
-    port = free_port()
-    certificate, key = authority.give("server", host)
-    settings = ["--tls-port", str(port), "--tls-cert-file", certificate, "--tls-key-file", key]
-    return port, [*settings, "--tls-ca-cert-file", authority.file]
 
 
 async def test_tls_with_certificates_on_both_sides(tmp_path: Path) -> None:
     """With Redis: the Valkey of these tests is built without TLS."""
     authority = Authority(tmp_path)
-    port, settings = tls_settings(authority)
-    certificate, key = authority.give("engine")
-    ours: dict[str, Any] = {
-        "tls_ca_file": authority.file,
-        "tls_cert_file": certificate,
-        "tls_key_file": key,
-    }
+    port, settings = authority.settings()
     with running("redis", tmp_path / "server", *settings):
-        async with open_redis(f"rediss://{HOST}:{port}", **ours) as tier:
+        async with open_redis(f"rediss://{HOST}:{port}", **authority.options()) as tier:
             assert await tier.store(1, 2, 3) == [Outcome.DONE] * 3
             assert await tier.load(1, 2, 3) == [Outcome.DONE] * 3
 
@@ -272,15 +245,9 @@ async def test_a_server_that_tls_does_not_vouch_for_gets_nothing(
     tmp_path: Path, wrong: str
 ) -> None:
     authority = Authority(tmp_path)
-    port, settings = tls_settings(authority, "127.0.0.2" if wrong == "name" else HOST)
-    certificate, key = authority.give("engine")
-    ours: dict[str, Any] = {
-        "tls_ca_file": authority.file,
-        "tls_cert_file": certificate,
-        "tls_key_file": key,
-    }
+    port, settings = authority.settings("127.0.0.2" if wrong == "name" else HOST)
+    ours = authority.options()
     if wrong == "authority":
-        (tmp_path / "other").mkdir()
         ours["tls_ca_file"] = Authority(tmp_path / "other").file
     elif wrong == "no certificate":
         del ours["tls_cert_file"], ours["tls_key_file"]

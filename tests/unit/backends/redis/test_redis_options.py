@@ -15,6 +15,7 @@ from kvtier_backends.redis.redis_options import Address, parse_url, read_options
 from tests.unit.backends.redis._redis import CONTEXT, make_redis
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 URL = "redis://kv1"
@@ -91,28 +92,20 @@ def test_a_password_comes_from_a_file_or_the_environment(
         assert SECRET not in repr(given)
 
 
-def test_a_password_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "password"
-    file.write_text(SECRET)
-    file.chmod(0o640)
-    with pytest.raises(ConfigError, match="chmod 600") as refused:
-        make_redis(URL, password_file=str(file))
+BAD_FILES: dict[str, Callable[[Path], object]] = {
+    "chmod 600": lambda file: (file.write_text(SECRET), file.chmod(0o640)),
+    "UTF-8": lambda file: (file.write_bytes(SECRET.encode() + b"\xff"), file.chmod(0o600)),
+    "empty": lambda file: os.mkfifo(file, 0o600),  # which keeps no engine from starting
+}
+"""By what the refusal says."""
+
+
+@pytest.mark.parametrize("said", BAD_FILES)
+def test_a_bad_password_file_is_refused_and_not_shown(tmp_path: Path, said: str) -> None:
+    BAD_FILES[said](tmp_path / "password")
+    with pytest.raises(ConfigError, match=said) as refused:
+        make_redis(URL, password_file=str(tmp_path / "password"))
     assert SECRET not in str(refused.value)
-
-
-def test_a_password_that_is_no_text_is_refused_and_not_shown(tmp_path: Path) -> None:
-    file = tmp_path / "password"
-    file.write_bytes(SECRET.encode() + b"\xff")
-    file.chmod(0o600)
-    with pytest.raises(ConfigError, match="UTF-8") as refused:
-        make_redis(URL, password_file=str(file))
-    assert SECRET not in str(refused.value)
-
-
-def test_a_pipe_in_place_of_a_password_file_keeps_no_engine_from_starting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(ConfigError, match="empty"):
-        make_redis(URL, password_file=str(tmp_path / "pipe"))
 
 
 def test_without_its_library_the_refusal_names_its_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from kvtier_backends.redis.resp import (
     packed,
 )
 from tests.support.examples import examples
+from tests.support.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -74,7 +75,8 @@ class Server:
     async def take(self, size: int) -> bytes:
         """Return what has come; nothing at the end, also of one with bytes that were not read."""
         try:
-            return await self._loop.sock_recv(self._end, size)
+            async with asyncio.timeout(PATIENCE_S):
+                return await self._loop.sock_recv(self._end, size)
         except ConnectionResetError:
             return b""
 
