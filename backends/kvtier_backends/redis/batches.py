@@ -230,7 +230,7 @@ def redirected(sent: Mapping[Target, Sequence[Command]]) -> dict[Target, list[Co
         for command in commands:
             onward = onward_untrusted(command.reply, target.address)
             if onward is not None:
-                command.reply = None
+                command.forget_reply()
                 further[onward].append(command)
     return further
 

@@ -94,6 +94,10 @@ class Command:
     is_payload_length: Callable[[int], bool] | None = None  #: None: it is as long as ``into``
     reply: Reply | None = None
 
+    def forget_reply(self) -> None:
+        """Prepare to be sent again, to another server."""
+        self.reply = None
+
     def expects(self, size: int) -> bool:
         """Return whether a payload of this length may come."""
         if self.into is None or not 0 <= size <= len(self.into):
