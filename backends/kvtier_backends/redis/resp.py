@@ -262,7 +262,7 @@ class RespConnection(asyncio.BufferedProtocol):
             return False
         if not self._waiting:
             raise ValueError("nobody asked")
-        if self._read.startswith(_STORED, self._start, end):  # the usual reply to a store
+        if self._read[self._start : end] == _STORED:  # the usual reply to a store
             self._start = end + len(_LINE_END)
             self._replied(_STORED_REPLY)
             return True
