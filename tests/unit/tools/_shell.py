@@ -1,11 +1,9 @@
-"""Runs commands of ``kvtier`` beside the event loop of a test, and reads their figures."""
+"""Runs commands of ``kvtier``, and reads their figures."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
-
-from anyio import to_thread
 
 from kvtier.tools.cli.exit_status import BAD_INPUT
 from kvtier.tools.cli.main import main
@@ -15,28 +13,26 @@ if TYPE_CHECKING:
 
 
 class Shell:
-    """Runs commands and reads their figures."""
+    """Runs commands; ``out`` and ``err``: what the last one printed."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
+        self.out = self.err = ""
 
-    async def _run(self, *arguments: str) -> int:
-        """Run a command as a process of its own would: beside the loop of the tier."""
-        return await to_thread.run_sync(main, [*arguments])
-
-    async def __call__(self, *arguments: str) -> dict[str, Any]:
-        assert await self._run(*arguments, "--json", "-") == 0
-        figures: dict[str, Any] = json.loads(self._capsys.readouterr().out)
+    def __call__(self, *arguments: object, status: int = 0) -> dict[str, Any]:
+        """Return the figures of a command, which are all of its standard output."""
+        figures: dict[str, Any] = json.loads(self.shown(*arguments, "--json", "-", status=status))
         return figures
 
-    async def shown(self, *arguments: str) -> str:
-        assert await self._run(*arguments) == 0
-        return self._capsys.readouterr().out
+    def shown(self, *arguments: object, status: int = 0) -> str:
+        """Return what it prints for people."""
+        self._capsys.readouterr()
+        ended = main([*map(str, arguments)])
+        self.out, self.err = self._capsys.readouterr()
+        assert ended == status, self.err
+        return self.out
 
-    async def refused(self, *arguments: str) -> str:
-        assert await self._run(*arguments) == BAD_INPUT
-        return self._capsys.readouterr().err
-
-
-def blocks_in(figures: dict[str, Any]) -> dict[str, int]:
-    return {row["namespace"]: row["blocks"] for row in figures["namespaces"]}
+    def refused(self, *arguments: object) -> str:
+        """Return what is said; nothing else may have been."""
+        assert self.shown(*arguments, status=BAD_INPUT) == ""
+        return self.err

@@ -9,10 +9,11 @@ import pytest
 
 from kvtier.settings.runtime_config import TierConfig
 from kvtier.tools.checking.announced import P2P_HOST_ENV, doubts_of_address
-from kvtier.tools.cli.main import main
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.unit.tools._shell import Shell
 
 REACHED = ["10.0.0.7", "kv1", "kv1.example.org", "fd00::7", "2001:db8::7", "localhosts"]
 NOT_REACHED = [
@@ -88,11 +89,9 @@ def test_other_tiers_announce_nothing() -> None:
     assert [*doubts_of_address(TierConfig("1:vllm", "vllm", {"tier": 3}))] == []
 
 
-def test_the_command_tells_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_tells_it(tmp_path: Path, kvtier: Shell) -> None:
     tier = {"type": "mooncake", "master": "10.0.0.1:50051", "local_hostname": "0.0.0.0"}
-    config = {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]}
     file = tmp_path / "kv.json"
-    file.write_text(json.dumps(config))
-    main(["check", str(file), "--json", "-"])
-    (text,) = json.loads(capsys.readouterr().out)["warned"]
+    file.write_text(json.dumps({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]}))
+    (text,) = kvtier("check", file, status=1)["warned"]
     assert text.startswith("secondary tier 1:mooncake: local_hostname='0.0.0.0' is the address")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import pty
 import subprocess
@@ -14,12 +13,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.tools.cli import check
-from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
-from kvtier.tools.cli.main import main
+from kvtier.tools.cli.exit_status import INTERRUPTED
 from tests.unit.backends.disk._disk import open_disk
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.unit.tools._shell import Shell
 
 BLOCKS = 12
 
@@ -55,84 +55,68 @@ def on_a_terminal(answer: str, *arguments: str) -> tuple[int, str]:
     return run.returncode, run.stdout + run.stderr
 
 
-def blocks_in(folder: Path, capsys: pytest.CaptureFixture[str]) -> int:
-    capsys.readouterr()
-    assert main(["ls", str(folder), "--json", "-"]) == 0
-    listed = json.loads(capsys.readouterr().out)
-    return sum(row["blocks"] for row in listed["namespaces"])
-
-
 @pytest.mark.parametrize("answer", ["n\n", "\n", "\x04", "what?\n"])
 def test_purge_of_all_asks_on_a_terminal_and_takes_only_yes(
-    answer: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    answer: str, folder: Path, kvtier: Shell
 ) -> None:
     status, text = on_a_terminal(answer, "purge", str(folder), "--all")
     assert status == 1
     for part in ("Remove everything", str(folder), f"{BLOCKS} blocks", "nothing was removed"):
         assert part in text
-    assert blocks_in(folder, capsys) == BLOCKS
+    assert kvtier("ls", folder)["blocks"] == BLOCKS
 
 
 @pytest.mark.parametrize(("answer", "options"), [("y\n", ()), ("", ("--yes",))])
 def test_purge_of_all_removes_when_it_may(
-    answer: str, options: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+    answer: str, options: tuple[str, ...], folder: Path, kvtier: Shell
 ) -> None:
+    """In a script it doesn't ask: ``golden`` has no question."""
     status, text = on_a_terminal(answer, "purge", str(folder), "--all", *options)
     assert status == 0
     assert ("[y/N]" in text) is (not options)
     assert f"removed: {BLOCKS} blocks" in text
-    assert blocks_in(folder, capsys) == 0
+    assert kvtier("ls", folder)["blocks"] == 0
 
 
-def test_purge_does_not_ask_in_a_script(folder: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "kvtier", "purge", str(folder), "--all"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "[y/N]" not in run.stderr
-
-
-def test_the_version_names_kvtier_python_and_vllm(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    line = capsys.readouterr().out
+def test_the_version_names_kvtier_python_and_vllm(kvtier: Shell) -> None:
+    line = kvtier.shown("--version")
     assert line.startswith(f"kvtier {metadata.version('kvtier')} (Python 3.")
     assert "vllm" in line.lower()
 
 
-@pytest.mark.parametrize(
-    ("given", "what"),
-    [
-        (["lss"], 'kvtier: Unknown command "lss"'),
-        (["ls"], "kvtier ls: "),
-        (["ls", "/kv", "--jsn", "-"], "kvtier ls: Unknown option: --jsn"),
-        (["evict", "/kv"], "--capacity"),
-        (["evict", "/kv", "--capacity", "1GB", "--every", "soon"], '"soon"'),
-        (["evict", "/kv", "--capacity", "1GB", "--every", "1", "--once"], "--every excludes"),
-        (["replay", "t", "--format", "moon"], 'Choose from: "auto"'),
-        (["bench", "tier"], "kvtier bench tier: "),
-        (["purge", "/kv", "--no-dead"], "--no-dead"),
-        (["check", "any.json", "--block-size", "0"], "--block-size=0 must be at least 1"),
-    ],
-)
-def test_a_command_line_that_cannot_be_read_is_refused_in_one_line(
-    given: list[str], what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(given) == BAD_INPUT
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert what in captured.err
-    assert len(captured.err.splitlines()) == 1
-
-
 def test_ctrl_c_that_no_command_catches_is_told_and_is_no_success(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, kvtier: Shell
 ) -> None:
     def interrupted(_path: str) -> dict[str, object]:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(check, "read_config", interrupted)
-    assert main(["check", "any.json"]) == INTERRUPTED
-    assert capsys.readouterr().err == "kvtier check: interrupted\n"
+    kvtier.shown("check", "any.json", status=INTERRUPTED)
+    assert kvtier.err == "kvtier check: interrupted\n"
+
+
+CONFIG = '{"spec_name": "KVTierOffloadingSpec", "secondary_tiers": [{"type": "disk"}]}'
+
+
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("import kvtier.tools.cli.bench", ("vllm", "torch", "numpy", "rich", "matplotlib")),
+        ("main(['ls', '--help'])", ("vllm", "numpy", "kvtier_backends")),
+        ("main(['check', 'kv.json'])", ("vllm", "torch")),
+        ("import kvtier.tools.bench.tier", ("vllm", "torch", "obstore", "valkey", "mooncake")),
+    ],
+)
+def test_a_command_imports_only_what_it_needs(
+    code: str, heavy: tuple[str, ...], tmp_path: Path
+) -> None:
+    """It answers in a second, and on a machine that lacks what it does not need."""
+    (tmp_path / "kv.json").write_text(CONFIG)
+    program = (
+        f"import sys; sys.path[:0] = {sys.path!r}; from kvtier.tools.cli.main import main\n{code}\n"
+        f"print([each for each in {heavy!r} if each in sys.modules])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.splitlines()[-1] == "[]"

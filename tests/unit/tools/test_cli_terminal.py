@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from kvtier.errors import Misuse
 from kvtier.tools.terminal import check_can_write, progress, table, write_json
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_table_in_a_pipe_is_plain_text_and_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,6 +60,21 @@ def test_json_is_written_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
     write_json(path, {"hits": [3]})
     assert json.loads(path.read_text()) == {"hits": [3]}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_json_follows_links_and_replaces_nothing_that_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("real")
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    terminal, device = os.openpty()  # whatever goes wrong, nobody needs this one
+    for place in (tmp_path / "link", tmp_path / "pipe", Path(os.ttyname(device))):
+        write_json(place, {"hits": [1]})
+    assert json.loads(os.read(reader, 1 << 16)) == json.loads((tmp_path / "real").read_text())
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "pipe").is_fifo()
+    assert Path(os.ttyname(device)).is_char_device()
+    for each in (reader, terminal, device):
+        os.close(each)
 
 
 def test_json_that_fails_leaves_the_old_file(
