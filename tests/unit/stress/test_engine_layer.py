@@ -1,10 +1,9 @@
-"""What the engine layer is made of, without an engine."""
+"""What the engine layer sees of its server, without an engine."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -12,33 +11,23 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from stress.engine.answers import compare, reference_of
 from stress.engine.faults import KINDS
 from stress.engine.lost_folder import ASKED_FOR, Operator
 from stress.engine.processes import processes_of, role_of, roles_in
 from stress.engine.resets import REFUSALS, check_log
 from stress.engine.samples import FS
-from stress.engine.small_disk import FILES_MAX, FullDisk, Sweeper, small_disk
-from stress.engine.tools import CALLS
+from stress.engine.small_disk import FullDisk, small_disk
 from stress.engine.under_way import UnderWay
 from stress.engine.watch import Watch
 from stress.failure import Failure
-from stress.plan import Fault, draw_plan
-from stress.runtime.files import FolderFaults
+from stress.plan import draw_plan
 from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """Return the loop that the layer runs on."""
-    return "asyncio"
 
 
 class Pages:
@@ -111,18 +100,6 @@ async def test_one_that_is_alone_waits_for_the_others_and_keeps_new_ones_out() -
     assert not under_way.touched("c")
 
 
-def test_an_answer_is_right_token_by_token_but_for_ties() -> None:
-    best = [{"token_id:5": -1.0, "token_id:6": -1.0005}, {"token_id:7": -1.0, "token_id:8": -1.1}]
-    right = reference_of({"token_ids": [5, 7], "logprobs": {"top_logprobs": best}})
-    assert compare(right, [5, 7]).same == 2
-    tie = compare(right, [6, 9])
-    assert (tie.is_right, tie.is_tie, tie.same) == (True, True, 0)
-    assert compare(right, [5]).is_right
-    wrong = compare(right, [5, 8])
-    assert not wrong.is_right
-    assert wrong.text == "output token 1 is 8, and 7"
-
-
 def test_a_traceback_in_the_log_is_a_failure_unless_vllm_refuses_to_reset() -> None:
     head = "Traceback (most recent call last):\n  File somewhere\n"
     check_log(f"a line\n{head}{REFUSALS[0]} preempted\n{head}    {REFUSALS[1]}\nAssertionError")
@@ -150,11 +127,6 @@ def test_a_tier_process_that_starts_within_a_limit_may_say_so(reason: str) -> No
             check_log(text)
 
 
-def test_each_tool_of_a_plan_is_known() -> None:
-    (tools,) = [kind for kind in KINDS if kind.name == "tools"]
-    assert set(tools.targets) == set(CALLS)
-
-
 @needs("mount")
 def test_a_disk_that_is_filled_takes_no_byte_and_is_free_again(tmp_path: Path) -> None:
     fault = next(f for f in draw_plan(1, 600, KINDS).faults if f.kind == "full_disk")
@@ -167,41 +139,6 @@ def test_a_disk_that_is_filled_takes_no_byte_and_is_free_again(tmp_path: Path) -
         full.end(fault)
         (tmp_path / "small" / "more").write_bytes(bytes(8192))
     assert not os.path.ismount(tmp_path / "small")
-
-
-@needs("mount")
-@pytest.mark.parametrize("seed", range(8))
-def test_a_folder_is_replaced_and_comes_back_on_a_full_disk(tmp_path: Path, seed: int) -> None:
-    small = tmp_path / "small"
-    full_disk = next(f for f in draw_plan(1, 600, KINDS).faults if f.kind == "full_disk")
-    with small_disk(small) as is_small:
-        assert is_small, "this needs root"
-        (small / "fs").mkdir()
-        (small / "fs" / "block").write_bytes(bytes(8192))
-        (small / "aside").mkdir()
-        full = FullDisk(small, is_small=is_small)
-        full.begin(full_disk)
-        folders = FolderFaults({FS: small / "fs"}, small / "aside")
-        fault = Fault(0.0, 1.0, "replace_folder", FS, f"{seed}", random.Random(seed))
-        assert folders.begin(fault) == 1
-        folders.end(fault)
-        full.end(full_disk)
-        assert (small / "fs" / "block").read_bytes() == bytes(8192)
-
-
-def test_sweeping_removes_the_oldest_and_keeps_what_names_the_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "fs"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    for number in range(FILES_MAX + 3):
-        path = folder / f"{number}"
-        path.touch()
-        os.utime(path, (number, number))
-    sweeper = Sweeper(folder, ())
-    sweeper.sweep()
-    left = {path.name for path in folder.iterdir()}
-    assert left == {"config.json", *(str(number) for number in range(3, FILES_MAX + 3))}
-    assert sweeper.blocks == FILES_MAX
 
 
 def test_the_processes_of_a_session_are_found() -> None:
@@ -226,33 +163,20 @@ class Logging:
         return len(self.text)
 
 
-@pytest.fixture
-def tier() -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that is called as a tier's."""
+def test_a_tier_is_started_again_only_if_it_asks_for_it_and_its_folder_is_not_away() -> None:
+    """Else a tier that never serves again would not show."""
     call = [sys.executable, "-c", "input()", f"kvtier-{FS}"]
-    with subprocess.Popen(call, stdin=subprocess.PIPE, start_new_session=True) as process:
-        yield process
-
-
-def test_a_tier_that_asks_for_it_is_started_again(tier: subprocess.Popen[bytes]) -> None:
-    server = Logging(tier.pid)
-    operator = Operator(server, UnderWay())  # type: ignore[arg-type] # all that it asks
-    server.text += ASKED_FOR[:9]
-    operator.look()
-    assert operator.started_again == 0
-    server.text += ASKED_FOR[9:] + "\n"
-    operator.look()
-    assert tier.wait(PATIENCE_S) == -signal.SIGKILL
-    operator.look()
-    assert operator.started_again == 1
-
-
-def test_a_tier_is_not_started_again_while_its_folder_is_away(
-    tier: subprocess.Popen[bytes],
-) -> None:
-    server, under_way = Logging(tier.pid), UnderWay()
-    operator = Operator(server, under_way)  # type: ignore[arg-type] # all that it asks
-    with under_way.beside_others(FS):
-        server.text += ASKED_FOR
+    with subprocess.Popen(call, stdin=subprocess.PIPE, start_new_session=True) as tier:
+        server, under_way = Logging(tier.pid), UnderWay()
+        operator = Operator(server, under_way)  # type: ignore[arg-type] # all that it asks
+        server.text += ASKED_FOR[:9]
         operator.look()
-    assert (operator.started_again, tier.poll()) == (0, None)
+        server.text += ASKED_FOR[9:] + "\n"
+        with under_way.beside_others("1:disk"), under_way.beside_others(FS):
+            operator.look()
+            assert (operator.started_again, tier.poll()) == (0, None)
+        under_way._touched_s.clear()
+        operator.look()
+        assert tier.wait(PATIENCE_S) == -signal.SIGKILL
+        operator.look()
+    assert operator.started_again == 1

@@ -1,4 +1,8 @@
-"""A soak that is interrupted leaves no process, no mount, no shared memory and no folder behind."""
+"""A soak that is interrupted leaves no process, no mount, no shared memory and no folder behind.
+
+It is this module, with its layer: it has the gate's limits, so that a busy machine doesn't end it,
+and wants more requests than there will be.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,15 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from stress.__main__ import main
+from stress.runtime.in_process import InProcess
+from stress.supervisor import supervised
 from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S, until
 
@@ -30,7 +38,7 @@ class Soak:
     def __init__(self, layer: str, place: Path) -> None:
         self._place = place
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.stress.endless_soak", layer],
+            [sys.executable, "-m", "tests.unit.stress.test_interrupted_run", layer],
             cwd=REPOSITORY,
             env={**os.environ, "TMPDIR": str(place)},
             stdout=subprocess.PIPE,
@@ -126,3 +134,18 @@ def test_an_interrupted_soak_leaves_nothing_behind(
     shared = [each.name for each in Path("/dev/shm").iterdir()]
     of_these = re.compile(rf"kvtier-({'|'.join(map(str, pids))})(?!\d)")
     assert [name for name in shared if of_these.search(name)] == []
+
+
+def endless() -> int:
+    """Run a soak whose layer wants more than it can get; returns its exit status."""
+    layer = sys.argv[1]
+    import_module(f"stress.{layer}.layer")
+    layers = [InProcess]
+    for each in layers:
+        layers += each.__subclasses__()
+        each.requests_min = 10**9
+    return main(["--gate", "--layer", layer])
+
+
+if __name__ == "__main__":
+    sys.exit(supervised(endless))

@@ -1,34 +1,28 @@
-"""The time of a plan in the gate: requests, steps, rounds, and no clock."""
+"""A seed is a plan, whose time is requests, steps and rounds in the gate, and no clock."""
 
 from __future__ import annotations
 
-import asyncio
-import socket
 from typing import TYPE_CHECKING
 
 import pytest
 
 from stress import pace
+from stress.__main__ import main
 from stress.engine.layer import EngineLayer
-from stress.engine.pace import REQUESTS_A_SECOND as SERVED_A_SECOND
-from stress.engine.pace import ByRequests
 from stress.failure import Failure
 from stress.filesystem.layer import FilesystemLayer
-from stress.pace import IDLE_STEPS_A_SECOND, LEAP_S, REQUESTS_A_SECOND, ByClock, ByCounts
+from stress.pace import LEAP_S, REQUESTS_A_SECOND, ByCounts
 from stress.plan import (
     ROUND_S,
     ROUND_SPELL_S_MAX,
     Fault,
     Kind,
-    Plan,
     draw_gate_plan,
     draw_plan,
     draw_round,
 )
-from stress.ports import HeldPort
 from stress.remote.layer import RemoteLayer
 from stress.runtime.layer import RuntimeLayer
-from tests.support.patience import until_true
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -106,16 +100,6 @@ def test_a_round_without_faults_lets_tiers_serve_until_enough_was_read() -> None
     assert play(found) == []
 
 
-def test_time_passes_by_requests_and_where_all_wait_by_steps() -> None:
-    found = ByCounts(draw_gate_plan(1, [RARE]), Shown())
-    for _ in range(int(REQUESTS_A_SECOND)):
-        found.step(1)
-    assert found.now_s() == pytest.approx(1.0)
-    for _ in range(int(IDLE_STEPS_A_SECOND)):
-        found.step(0)
-    assert found.now_s() == pytest.approx(2.0)
-
-
 def test_deadlines_run_out_while_something_hangs_and_only_then() -> None:
     own = draw_round(1, 0, [HANGS])
     found = ByCounts(draw_gate_plan(1, [HANGS, RARE]), Shown())
@@ -137,38 +121,36 @@ def test_what_is_never_shown_ends_the_run_with_its_name(monkeypatch: pytest.Monk
         play(found)
 
 
-def test_by_the_clock_the_scheduler_has_no_other_time() -> None:
-    found = ByClock(draw_plan(1, 60, [HANGS]))
-    for _ in range(100):
-        found.due()
-        found.step(1)
-    assert found.leapt_s == 0.0
-    assert ByClock(Plan(1, 0.0, ())).is_over()
+def test_a_seed_gives_the_same_plan_and_a_longer_run_begins_as_a_shorter_one() -> None:
+    """So that a fault found after 50 minutes is not lost when the run is repeated for 60."""
+    kinds = RuntimeLayer.kinds
+    plan, again = draw_plan(8841, 60, kinds), draw_plan(8841, 600, kinds)
+    assert plan.faults == tuple(fault for fault in again.faults if fault.at_s < 60)
+    assert plan.faults != draw_plan(8842, 60, kinds).faults
+    for fault, same in zip(plan.faults, again.faults, strict=False):
+        assert fault.dice.random() == same.dice.random()
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_beside_a_server_time_passes_by_requests() -> None:
-    requests = [0]
-    found = ByRequests(lambda: requests[0])
-    passing = asyncio.create_task(found.run())
-    await until_true(lambda: found.now_s() > 0.0)  # clients wait for ever, and it goes on
-    before_s = found.now_s()
-    requests[0] += int(100 * SERVED_A_SECOND)
-    await found.until(before_s + 100)
-    passing.cancel()
-    assert found.now_s() >= before_s + 100
+def test_leaving_kinds_out_changes_nothing_about_the_others() -> None:
+    kinds = RuntimeLayer.kinds
+    some = [kind for kind in kinds if kind.name != "lie"]
+    rest = tuple(fault for fault in draw_plan(1, 60, kinds).faults if fault.kind != "lie")
+    assert draw_plan(1, 60, some).faults == rest
 
 
-def test_a_port_is_a_servers_however_often_it_starts_and_nobody_elses() -> None:
-    held = HeldPort()
-    try:
-        for _ in range(2):
-            with socket.create_server(("127.0.0.1", held.number)):
-                pass
-            with socket.socket() as client, pytest.raises(ConnectionRefusedError):
-                client.connect(("127.0.0.1", held.number))
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", held.number))
-    finally:
-        held.release()
+def test_faults_come_as_often_as_their_kind_says() -> None:
+    kind = Kind("x", ("a", "b"), per_minute=30, spell_s=(1, 2))
+    faults = draw_plan(1, 6000, [kind]).faults
+    assert len(faults) == pytest.approx(3000, rel=0.1)
+    assert {fault.target for fault in faults} == {"a", "b"}
+    assert all(1 <= fault.for_s <= 2 for fault in faults)
+
+
+def test_an_unknown_kind_of_fault_is_named_with_those_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A run without the faults that were asked for would show nothing."""
+    assert main(["--faults", "kill,flood"]) == 2
+    error = capsys.readouterr().err
+    assert "--faults flood: this layer has no such faults" in error
+    assert "kill" in error.partition("it has")[2]

@@ -106,15 +106,3 @@ def test_a_plant_is_taken_back(name: str) -> None:
         assert os.environ["KVTIER_STRESS_PLANT"] == name
     assert [getattr(owner, function) for owner, function, _ in replacements] == before
     assert dict(os.environ) == environment
-
-
-def test_an_unknown_plant_is_refused_with_the_list_of_all() -> None:
-    refused = subprocess.run(
-        [sys.executable, "-m", "stress", "--plant", "list"],
-        cwd=REPOSITORY,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    assert refused.returncode == 2
-    assert all(name in refused.stderr for name in plants())
