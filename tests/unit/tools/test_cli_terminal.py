@@ -68,6 +68,7 @@ def test_json_follows_links_and_replaces_nothing_that_is_no_file(tmp_path: Path)
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     terminal, device = os.openpty()  # whatever goes wrong, nobody needs this one
     for place in (tmp_path / "link", tmp_path / "pipe", Path(os.ttyname(device))):
+        check_can_write(place)
         write_json(place, {"hits": [1]})
     assert json.loads(os.read(reader, 1 << 16)) == json.loads((tmp_path / "real").read_text())
     assert (tmp_path / "link").is_symlink()

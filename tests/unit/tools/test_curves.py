@@ -227,15 +227,13 @@ def test_capacities_are_blocks_or_shares() -> None:
     assert parse_capacities("0.5%,1%,2%", 20) == [1]
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "0%", "5%%", "many", "1e3", "9" * 20])
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "-1", "1.5", "0%", "5%%", "many", "1e3", "9" * 20, ",".join(map(str, range(1, 102)))],
+)
 def test_wrong_capacities_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="capacities="):
+    with pytest.raises(ConfigError, match=r"capacities=|more than 100"):
         parse_capacities(text, 1000)
-
-
-def test_too_many_capacities_are_refused() -> None:
-    with pytest.raises(ConfigError, match="more than 100"):
-        parse_capacities(",".join(map(str, range(1, 102))), 1000)
 
 
 def test_policies_are_named_or_all() -> None:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     MakeTranscript = Callable[..., Transcript]
 
 FP8 = Namespace({"model_name": "org/m", "dtype": "fp8"})
+ROPE = Namespace({"model_name": "org/m", "dtype": "bf16", "rope": {"rope_theta": 5.0}})
 DAY_S = 86_400
 KEYS = "11" * 32
 
@@ -140,6 +141,7 @@ def test_outputs_over_a_disk_tiers_folder(
             damage_a_block=damage,
             remove_the_superblock=(folder / "superblock").unlink,
             what_is_left=lambda: sorted(file.name for file in folder.iterdir()),
+            the_report=(tmp_path / "report.json").read_text,
         )
     finally:
         engine.end()
@@ -150,10 +152,10 @@ def test_outputs_over_a_disk_tiers_folder(
 
 async def fill_folders(folder: Path) -> None:
     """Fill ``kv`` with two namespaces, ``used`` with one; others with protected ones and vLLM's."""
-    fp8 = replace(_fs.CONTEXT, namespace=FP8)
+    rope = replace(_fs.CONTEXT, namespace=ROPE)
     for name, context, blocks in (
         ("kv", _fs.CONTEXT, 20),
-        ("kv", fp8, 7),
+        ("kv", rope, 7),
         ("used", _fs.CONTEXT, 20),
     ):
         async with _fs.open_fs(folder / name, context) as fs:

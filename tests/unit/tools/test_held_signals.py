@@ -4,41 +4,48 @@ from __future__ import annotations
 
 import signal
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvtier.tools.held_signals import HeldSignals
 
-
-def test_a_signal_waits_for_the_next_check() -> None:
-    steps = []
-
-    def work() -> None:
-        with HeldSignals() as signals:
-            signals.check()
-            signal.raise_signal(signal.SIGINT)
-            steps.append("went on")
-            signals.check()
-            steps.append("was not interrupted")
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert steps == ["went on"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
-def test_a_signal_that_nobody_asks_for_strikes_at_the_end() -> None:
-    steps = []
-
-    def work() -> None:
-        with HeldSignals():
-            signal.raise_signal(signal.SIGINT)
-            steps.append("went on")
+def asked(steps: list[str]) -> None:
+    with HeldSignals() as signals:
+        signals.check()
+        signal.raise_signal(signal.SIGINT)
+        steps.append("went on")
+        signals.check()
         steps.append("was not interrupted")
 
+
+def never_asked(steps: list[str]) -> None:
+    with HeldSignals():
+        signal.raise_signal(signal.SIGINT)
+        steps.append("went on")
+    steps.append("was not interrupted")
+
+
+def held_by_an_outer_block(steps: list[str]) -> None:
+    with HeldSignals() as outer:
+        with HeldSignals():
+            signal.raise_signal(signal.SIGINT)
+        steps.append("went on")
+        outer.check()
+        steps.append("was not interrupted")
+
+
+@pytest.mark.parametrize("work", [asked, never_asked, held_by_an_outer_block])
+def test_a_signal_waits_for_the_next_check_or_the_end(work: Callable[[list[str]], None]) -> None:
+    steps: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        work()
+        work(steps)
     assert steps == ["went on"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_once_let_through_nothing_is_deferred() -> None:
@@ -46,22 +53,6 @@ def test_once_let_through_nothing_is_deferred() -> None:
         signals.let_through()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-
-
-def test_an_outer_block_holds_what_an_inner_one_lets_through() -> None:
-    steps = []
-
-    def work() -> None:
-        with HeldSignals() as outer:
-            with HeldSignals():
-                signal.raise_signal(signal.SIGINT)
-            steps.append("went on")
-            outer.check()
-            steps.append("was not interrupted")
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert steps == ["went on"]
 
 
 def test_each_handler_is_as_before() -> None:

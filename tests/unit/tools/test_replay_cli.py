@@ -48,6 +48,7 @@ def replay(trace: Path, *options: object) -> int:
 
 
 def test_a_replay_prints_tables_and_writes_a_report(trace, tmp_path, capsys) -> None:
+    """A page describes every key. Every option: ``tests/house/test_reference_pages.py``."""
     status = replay(
         trace,
         *("--dram", "50%", "--tier", f"fs:{tmp_path / 'tier'}"),
@@ -63,6 +64,11 @@ def test_a_replay_prints_tables_and_writes_a_report(trace, tmp_path, capsys) -> 
     for text in ("0:primary", "1:fs", "Time to first token", "wrong blocks", "prepare_store"):
         assert text in printed
     assert not (tmp_path / "tier").exists()
+    page = (ROOT / "docs/reference/replay-report.md").read_text()
+    primary, secondary = report["tiers"]
+    parts = (report["requests"], report["settings"], report["time_s"], report["gpu"], primary)
+    parts += (secondary, report["over_time"][0], report["first_token_s"], report["scheduler_s"])
+    assert {key for part in (report, *parts) for key in part if f"`{key}`" not in page} == set()
 
 
 def test_a_wrong_byte_makes_the_run_fail_and_says_where(trace, monkeypatch, capsys) -> None:
@@ -121,18 +127,6 @@ def test_a_folder_with_something_in_it_is_refused_and_stays(
     assert replay(trace, "--dram", "50%", "--tier", tier) == BAD_INPUT
     assert f"{key}='{tmp_path / 'mine'}' is not empty" in capsys.readouterr().err
     assert (tmp_path / "mine" / "precious").read_text() == "x"
-
-
-def test_the_page_describes_every_key(trace, tmp_path) -> None:
-    """Every option of every command: ``tests/house/test_reference_pages.py``."""
-    page = (ROOT / "docs/reference/replay-report.md").read_text()
-    replay(trace, "--dram", "50%", "--tier", "memory:1MiB", "--json", tmp_path / "report.json")
-    report = json.loads((tmp_path / "report.json").read_text())
-    primary, secondary = report["tiers"]
-    stretch = report["over_time"][0]
-    keys = {*report, *report["requests"], *report["settings"], *report["time_s"], *report["gpu"]}
-    keys |= {*primary, *secondary, *stretch, *report["first_token_s"], *report["scheduler_s"]}
-    assert {key for key in keys if f"`{key}`" not in page} == set()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -122,6 +122,12 @@ def test_a_disk_behind_a_small_memory_hits_what_an_endless_cache_would(tmp_path)
     assert problems_in(report) == []
     assert not report["partial"]
     assert list(tmp_path.iterdir()) == []
+    intervals = report["over_time"]  # add up to the whole
+    for number, tier in enumerate(report["tiers"]):
+        assert sum(each["hit_blocks"][number] for each in intervals) == tier["hit_blocks"]
+    assert sum(each["requests"] for each in intervals) == len(CONVERSATIONS)
+    assert [each["from_s"] for each in intervals] == sorted(each["from_s"] for each in intervals)
+    assert intervals[-1]["resident_blocks"] == [8, distinct]
 
 
 @settings(max_examples=examples(6))
@@ -244,27 +250,19 @@ def test_each_way_of_verifying_compares_what_it_says(
     assert (report["gpu"]["checked_blocks"] == 0) is (verify is Verify.OFF)
 
 
-def test_a_replay_that_is_stopped_leaves_a_partial_report_and_no_folder(tmp_path) -> None:
+@pytest.mark.parametrize("steps", [0, 10])
+def test_a_replay_that_is_stopped_leaves_a_partial_report_and_no_folder(tmp_path, steps) -> None:
     asked = iter(range(100))
     replayed = replay(
         trace_of(CONVERSATIONS),
         settings_of(disk(tmp_path / "made/here")),
-        should_stop=lambda: next(asked) > 10,
+        should_stop=lambda: next(asked) >= steps,
     )
     report = report_of(replayed)
     assert report["partial"]
     assert report["requests"]["first_tokens"] < len(CONVERSATIONS)
+    assert (report["first_token_s"]["with_kvtier"]["p50"] is None) is (not steps)
     assert problems_in(report) == []
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_replay_that_is_stopped_at_once_has_a_report_too(tmp_path) -> None:
-    replayed = replay(
-        trace_of(CONVERSATIONS), settings_of(disk(tmp_path)), should_stop=lambda: True
-    )
-    report = report_of(replayed)
-    assert report["partial"]
-    assert report["first_token_s"]["with_kvtier"]["p50"] is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -291,14 +289,3 @@ def test_a_tier_that_hangs_costs_hits_and_ends_nothing() -> None:
     assert report["tiers"][1]["hit_blocks"] == 0
     assert report["tiers"][1]["counts"]["jobs_timed_out"] > 0
     assert problems_in(report) == []
-
-
-def test_what_happened_over_time_adds_up_to_the_whole(tmp_path) -> None:
-    report = report_of(replay(trace_of(CONVERSATIONS), settings_of(disk(tmp_path))))
-    intervals = report["over_time"]
-    for number, tier in enumerate(report["tiers"]):
-        assert sum(each["hit_blocks"][number] for each in intervals) == tier["hit_blocks"]
-    assert sum(each["requests"] for each in intervals) == len(CONVERSATIONS)
-    assert [each["from_s"] for each in intervals] == sorted(each["from_s"] for each in intervals)
-    distinct = len({block for blocks in CONVERSATIONS for block in blocks})
-    assert intervals[-1]["resident_blocks"] == [8, distinct]

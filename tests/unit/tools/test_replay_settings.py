@@ -136,17 +136,16 @@ def use(folders: Folders, folder: Path) -> list[str]:
     return left
 
 
-def test_a_folder_that_was_made_goes_with_the_parents_that_were_made(tmp_path) -> None:
-    assert use(Folders(keep=False), tmp_path / "made/for/this") == []
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_was_empty_is_empty_again(tmp_path) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir()
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_folder_goes_with_what_was_made_of_it(tmp_path, is_there) -> None:
+    """Its parents too; one that was empty is empty again."""
+    folder = tmp_path / "made/for/this"
+    if is_there:
+        folder.mkdir(parents=True)
     assert use(Folders(keep=False), folder) == []
-    assert list(tmp_path.iterdir()) == [folder]
-    assert list(folder.iterdir()) == []
+    assert list(tmp_path.rglob("*")) == (
+        [tmp_path / each for each in ("made", "made/for", "made/for/this")] if is_there else []
+    )
 
 
 def test_what_was_in_a_folder_is_never_removed(tmp_path) -> None:

@@ -73,12 +73,6 @@ def test_plain_needs_three_fields(tmp_path: Path) -> None:
     assert trace.requests == (TraceRequest(0.0, 40, 0, (0, 1, 2)),)
 
 
-def test_gzip_is_recognised_by_content(tmp_path: Path) -> None:
-    raw = lines(mooncake(0, [1]), mooncake(1, [1, 2]))
-    plain, packed = read(tmp_path, raw), read(tmp_path, gzip.compress(raw))
-    assert packed.requests == plain.requests
-
-
 def test_a_block_is_another_one_behind_another_prefix(tmp_path: Path) -> None:
     """Qwen-Bailian's ids name a block's own tokens: no prefix cache could serve the second 7."""
     trace = read(tmp_path, lines(mooncake(0, [1, 7]), mooncake(0, [2, 7]), mooncake(0, [2, 7, 7])))
@@ -101,9 +95,11 @@ def test_equal_numbers_mean_equal_prefixes(tmp_path: Path, requests: list[list[i
 
 
 def test_the_partial_last_block_may_be_named_or_left_out(tmp_path: Path) -> None:
-    """Mooncake names it, others do not."""
+    """Mooncake names it, others do not. A block may be said to have another size."""
     rows = [mooncake(0, [1, 2], input_length=700), mooncake(0, [1], input_length=700)]
     assert [len(request.blocks) for request in read(tmp_path, lines(*rows)).requests] == [2, 1]
+    trace = read(tmp_path, lines(mooncake(0, [1, 2, 3, 4], input_length=64)), block_tokens=16)
+    assert (trace.block_tokens, trace.references) == (16, 4)
 
 
 BAD = {
@@ -132,19 +128,16 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_bad_line_is_named_with_what_is_wrong(tmp_path: Path, bad: bytes) -> None:
-    with pytest.raises(TraceError, match="trace: line 2: ") as caught:
-        read(tmp_path, b"\n" + bad.rstrip() + b"\n" + lines(mooncake(1, [1])))
-    assert BAD[bad] in str(caught.value)
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_bad_lines_are_skipped_and_counted_if_asked(tmp_path: Path, bad: bytes) -> None:
+def test_a_bad_line_is_named_with_what_is_wrong_or_skipped_and_counted(
+    tmp_path: Path, bad: bytes
+) -> None:
     """A bad first line does not keep the format from being found on the second."""
     raw = bad.rstrip() + b"\n" + lines(mooncake(0, [1]), mooncake(1, [1]))
+    with pytest.raises(TraceError, match="trace: line 2: ") as caught:
+        read(tmp_path, b"\n" + raw)
+    assert BAD[bad] in str(caught.value)
     trace = read(tmp_path, raw, on_bad_line="skip")
-    assert len(trace.requests) == 2
-    assert trace.bad_line_count == 1
+    assert (len(trace.requests), trace.bad_line_count) == (2, 1)
     ((number, what),) = trace.bad_lines
     assert number == 1
     assert BAD[bad] in what
@@ -210,13 +203,6 @@ def test_limit_stops_before_what_is_bad_behind_it(tmp_path: Path) -> None:
     assert len(trace.requests) == 2
 
 
-def test_block_size_can_be_set(tmp_path: Path) -> None:
-    row = mooncake(0, [1, 2, 3, 4], input_length=64)
-    trace = read(tmp_path, lines(row), block_tokens=16)
-    assert trace.block_tokens == 16
-    assert trace.references == 4
-
-
 def test_carriage_returns_byte_order_marks_and_a_missing_last_newline_are_fine(
     tmp_path: Path,
 ) -> None:
@@ -251,18 +237,15 @@ def test_wrong_arguments_are_refused(tmp_path: Path, options: dict[str, Any]) ->
         read(tmp_path, lines(mooncake(0, [1])), **options)
 
 
-def test_too_many_requests_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "REQUESTS_MAX", 3)
-    raw = lines(*(mooncake(0, [1]) for _ in range(4)))
+@pytest.mark.parametrize(("bound", "value"), [("REQUESTS_MAX", 3), ("REFERENCES_MAX", 7)])
+def test_too_many_requests_or_references_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, value: int
+) -> None:
+    monkeypatch.setattr(traces, bound, value)
+    raw = lines(*(mooncake(0, [1, 2]) for _ in range(4)))
     with pytest.raises(TraceError, match="Set a limit"):
         read(tmp_path, raw)
     assert len(read(tmp_path, raw, limit=3).requests) == 3
-
-
-def test_too_many_references_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "REFERENCES_MAX", 5)
-    with pytest.raises(TraceError, match="Set a limit"):
-        read(tmp_path, lines(mooncake(0, [1, 2, 3]), mooncake(0, [1, 2, 3])))
 
 
 def test_progress_is_told_in_bytes_of_the_file(tmp_path: Path) -> None:
