@@ -88,7 +88,8 @@ def _can_plant(arguments: Arguments) -> bool:
 
 def _layer(arguments: Arguments) -> Layer:
     """Make the layer: only what it needs is imported."""
-    made: Layer = import_module(f"stress.{arguments.layer}.layer").make_layer(arguments)
+    module = import_module(f"stress.{arguments.layer}.layer")
+    made: Layer = getattr(module, f"{arguments.layer.title()}Layer")(arguments)
     return made
 
 

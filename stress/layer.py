@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from stress.arguments import Arguments
     from stress.plan import Fault, Kind, Plan
     from stress.record import Record
 
@@ -28,6 +29,10 @@ class Layer(ABC):
     name: ClassVar[str]
     kinds: ClassVar[tuple[Kind, ...]]  #: the faults that it knows
     not_in_the_gate: ClassVar[frozenset[str]] = frozenset()  #: kinds that take minutes
+
+    def __init__(self, arguments: Arguments) -> None:
+        """Make it for what was asked."""
+        del arguments
 
     @abstractmethod
     def run(self, plan: Plan, record: Record, folder: Path) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
-from stress.engine.samples import FS, TIERS
+from stress.engine.watch import FS, TIERS
 from stress.plan import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from stress.engine.pace import Pace
-    from stress.engine.under_way import UnderWay
     from stress.layer import Injector
     from stress.plan import Fault
     from stress.record import Record
@@ -51,6 +52,49 @@ ALONE_KINDS: Final = (
 
 KINDS: Final = (*PROCESS_KINDS, *FOLDER_KINDS, *FULL_KINDS, *DEED_KINDS, *ALONE_KINDS)
 _ALONE: Final = frozenset(kind.name for kind in ALONE_KINDS)
+
+
+class UnderWay:
+    """Faults under way, by what they are done to. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self.is_closed = False  #: one is alone, or is to be: no other may begin
+        self._now: list[str] = []
+        self._touched_s: dict[str, float] = {}
+        self._nothing = asyncio.Event()
+        self._nothing.set()
+
+    @contextmanager
+    def beside_others(self, target: str) -> Iterator[None]:
+        """Do a fault to ``target``, until the end of the block."""
+        assert not self.is_closed, "beside one that wants to be alone"
+        self._now.append(target)
+        self._nothing.clear()
+        try:
+            yield
+        finally:
+            self._now.remove(target)
+            self._touched_s[target] = time.monotonic()
+            if not self._now:
+                self._nothing.set()
+
+    @asynccontextmanager
+    async def alone(self, *targets: str) -> AsyncIterator[None]:
+        """Wait until nothing is under way, and keep everything else out."""
+        assert not self.is_closed, "beside one that wants to be alone"
+        self.is_closed = True
+        try:
+            await self._nothing.wait()
+            yield
+        finally:
+            now_s = time.monotonic()
+            self._touched_s.update(dict.fromkeys(targets, now_s))
+            self.is_closed = False
+
+    def touched(self, target: str, within_s: float = float("inf")) -> bool:
+        """Tell whether something is, or has just been, done to a target."""
+        ended_s = self._touched_s.get(target, float("-inf"))
+        return target in self._now or time.monotonic() - ended_s < within_s
 
 
 class Deed(Protocol):

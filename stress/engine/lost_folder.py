@@ -8,11 +8,12 @@ import signal
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from stress.engine.processes import tiers_of
-from stress.engine.samples import FS
+from stress.engine.processes import processes_of
+from stress.engine.watch import FS
+from stress.runtime.processes import tier_processes
 
 if TYPE_CHECKING:
-    from stress.engine.under_way import UnderWay
+    from stress.engine.faults import UnderWay
     from stress.engine.vllm_server import Server
 
 ASKED_FOR: Final = "to use what is there now, start the engine again"
@@ -42,7 +43,7 @@ class Operator:
         self._is_asked |= ASKED_FOR in self._server.log(halfway)
         if self._is_asked and not self._under_way.touched(FS, within_s=LOOKS_S):
             self._is_asked = False
-            for pid in tiers_of(self._server.pid, FS):
+            for pid in tier_processes(FS, processes_of(self._server.pid)):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 self.started_again += 1

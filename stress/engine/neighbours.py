@@ -6,17 +6,16 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 from stress.engine.clients import Clients
-from stress.engine.samples import TIERS
 from stress.engine.vllm_server import StartFailed, server
-from stress.engine.watch import Watch
+from stress.engine.watch import TIERS, Watch
 from stress.failure import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from stress.engine.faults import UnderWay
     from stress.engine.questions import Question
-    from stress.engine.under_way import UnderWay
     from stress.plan import Fault
     from stress.record import Record
 

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from stress.engine.samples import DISK, FS
 from stress.engine.vllm_server import BLOCK_BYTES, ITS_OWN
+from stress.engine.watch import DISK, FS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,7 +14,7 @@ from stress.resources import (
     TIER_DESCRIPTORS_MORE_MAX,
     descriptors_of,
 )
-from stress.runtime.processes import call_of
+from stress.runtime.processes import call_of, living
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -87,14 +87,7 @@ def names_in_shared_memory(marked: str) -> list[str]:
 
 def processes_of(session: int) -> list[int]:
     """Return all processes of a session that have not ended, whoever their parent is by now."""
-    pids = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
-    return [pid for pid in pids if _session_of(pid) == session]
-
-
-def tiers_of(session: int, tier: str) -> list[int]:
-    """Return the processes of a tier, by the names in their call."""
-    name = f"kvtier-{tier}".encode()
-    return [pid for pid in processes_of(session) if name in call_of(pid)]
+    return [pid for pid, _, own in living() if own == session]
 
 
 def role_of(pid: int) -> str:
@@ -120,15 +113,6 @@ def roles_in(session: int) -> list[str]:
 def _numbered(name: str, taken: dict[str, Held]) -> str:
     same = sum(each.partition(" #")[0] == name for each in taken)
     return f"{name} #{same + 1}" if same else name
-
-
-def _session_of(pid: int) -> int | None:
-    """Return the session of a process; None if it has ended, reaped or not."""
-    try:
-        state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
-    except _GONE:
-        return None
-    return None if state in "ZX" else int(session)
 
 
 def _held_by(pid: int) -> Held:

@@ -13,7 +13,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from stress.engine.answers import TIE_LOGPROB, compare
-from stress.engine.weights import RESET, load_weights, post
+from stress.engine.resets import RESET, load_weights, post
 from stress.failure import Failure
 
 if TYPE_CHECKING:

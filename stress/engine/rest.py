@@ -7,8 +7,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from stress.engine.processes import resources_of
-from stress.engine.samples import TIERS, blocks_from, breaker_of
-from stress.engine.watch import SCRAPE_S, come_to_rest
+from stress.engine.watch import SCRAPE_S, TIERS, blocks_from, breaker_of, come_to_rest
 from stress.failure import Failure
 
 if TYPE_CHECKING:

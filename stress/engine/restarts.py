@@ -13,19 +13,18 @@ from stress.engine.processes import (
     processes_of,
     role_of,
     roles_in,
-    tiers_of,
 )
 from stress.engine.resets import check_log
-from stress.engine.samples import DISK, TIERS, blocks_from
 from stress.engine.tools import blocks_listed
-from stress.engine.watch import SCRAPE_S
+from stress.engine.watch import DISK, SCRAPE_S, TIERS, blocks_from
 from stress.failure import Failure
+from stress.runtime.processes import tier_processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from stress.engine.under_way import UnderWay
+    from stress.engine.faults import UnderWay
     from stress.engine.vllm_server import Server
     from stress.engine.watch import Watch
     from stress.plan import Fault
@@ -105,7 +104,7 @@ class Restarts:
         check_log(running.log(self.log_from))
         running.begin_outage()
         if fault.dice.random() < 0.5:  # a process that is stopped can't see that its engine ended
-            for pid in tiers_of(session, fault.dice.choice(TIERS)):
+            for pid in tier_processes(fault.dice.choice(TIERS), processes_of(session)):
                 os.kill(pid, signal.SIGSTOP)
         if fault.target == "all_killed":
             os.killpg(session, signal.SIGKILL)

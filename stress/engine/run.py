@@ -7,26 +7,33 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from stress.engine.clients import Clients
-from stress.engine.faults import FOLDER_KINDS, FULL_KINDS, PROCESS_KINDS, Faults
+from stress.engine.faults import FOLDER_KINDS, FULL_KINDS, PROCESS_KINDS, Faults, UnderWay
 from stress.engine.lost_folder import Operator
 from stress.engine.neighbours import Neighbours
 from stress.engine.pace import GATE_S_MAX, LOOK_S, ByClock, ByRequests
-from stress.engine.processes import resources_of, tiers_of
-from stress.engine.resets import Resets, check_log
+from stress.engine.processes import processes_of, resources_of
+from stress.engine.resets import Resets, WeightChanges, check_log
 from stress.engine.rest import Rest
 from stress.engine.restarts import Restarts
-from stress.engine.samples import DISK, FS, TIERS, blocks_from, noticed_by, sample_of
 from stress.engine.small_disk import FullDisk, Sweeper
 from stress.engine.tools import Tools
-from stress.engine.under_way import UnderWay
 from stress.engine.vllm_server import ITS_OWN
-from stress.engine.watch import SCRAPE_S, Watch, come_to_rest
-from stress.engine.weights import WeightChanges
+from stress.engine.watch import (
+    DISK,
+    FS,
+    SCRAPE_S,
+    TIERS,
+    Watch,
+    blocks_from,
+    come_to_rest,
+    noticed_by,
+    sample_of,
+)
 from stress.failure import Failure
 from stress.limits import limits_of
 from stress.plan import draw_round
 from stress.runtime.files import FolderFaults
-from stress.runtime.processes import ProcessFaults
+from stress.runtime.processes import ProcessFaults, tier_processes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -37,6 +44,7 @@ if TYPE_CHECKING:
     from stress.engine.questions import Question
     from stress.engine.referee import Referee
     from stress.engine.vllm_server import Server
+    from stress.filesystem.volume import Volume
     from stress.layer import Injector
     from stress.plan import Kind, Plan
     from stress.record import Record
@@ -59,7 +67,7 @@ class Run:
         questions: Sequence[Question],
         referee: Referee,
         *,
-        is_small: bool,
+        volume: Volume | None,
     ) -> None:
         self._plan = plan
         self._record = record
@@ -101,15 +109,15 @@ class Run:
             "restart": self._restarts,
             "second_engine": neighbours,
         }
-        self._injected_by = self._injectors(is_small=is_small)
-        self._is_small = is_small
+        self._injected_by = self._injectors(volume)
+        self._is_small = volume is not None
         self._deeds = deeds
         self._under_way = under_way
 
-    def _injectors(self, *, is_small: bool) -> dict[tuple[str, str], Injector]:
+    def _injectors(self, volume: Volume | None) -> dict[tuple[str, str], Injector]:
         """Return who does what to which tier."""
-        processes = ProcessFaults(lambda tier: tiers_of(self._server.pid, tier))
-        full = FullDisk(self._places.small, is_small=is_small)
+        processes = ProcessFaults(lambda tier: tier_processes(tier, processes_of(self._server.pid)))
+        full = FullDisk(volume)
         found: dict[tuple[str, str], Injector] = {}
         for tier in TIERS:
             folders = FolderFaults({tier: self._places.tiers[tier]}, self._places.asides[tier])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import subprocess
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from stress.filesystem.volume import Volume
 from stress.runtime.files import NAMESPACE_FILE
-from stress.supervisor import mount_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,71 +18,47 @@ if TYPE_CHECKING:
 
     from stress.plan import Fault
 
-DISK_BYTES: Final = 256 << 20
-FILES_MAX: Final = 1_000  #: of blocks: a third of the disk
+FILES_MAX: Final = 1_000  #: of blocks
 SWEEP_S: Final = 3.0
 INSTEAD: Final = "-instead"
-BALLAST: Final = "ballast"
 
 
 @contextmanager
-def small_disk(place: Path) -> Iterator[bool]:
-    """Mount a small filesystem; False: this user may not, and it is an ordinary folder."""
+def small_disk(place: Path) -> Iterator[Volume | None]:
+    """Mount a small filesystem; None: this user may not, and it is an ordinary folder."""
     place.mkdir(mode=0o700)
-    mount = shutil.which("mount")
-    is_mounted = (
-        mount is not None
-        and not subprocess.run(
-            [
-                mount,
-                "-t",
-                "tmpfs",
-                "-o",
-                f"size={DISK_BYTES},mode=0700",
-                mount_source(os.getpid()),
-                str(place),
-            ],
-            stderr=subprocess.DEVNULL,
-            check=False,
-        ).returncode
-    )
     try:
-        yield is_mounted
+        volume = Volume(place)
+    except OSError:
+        yield None
+        return
+    try:
+        yield volume
     finally:
-        if is_mounted:
-            umount = shutil.which("umount") or "umount"
-            subprocess.run([umount, "--lazy", str(place)], check=False)
+        volume.unmount()
 
 
 class FullDisk:
     """Fills it, for a while. One thread."""
 
-    def __init__(self, place: Path, *, is_small: bool) -> None:
-        """``is_small``: it is a filesystem of its own. Else nothing is filled."""
-        self._ballast = place / BALLAST
-        self._is_small = is_small
+    def __init__(self, volume: Volume | None) -> None:
+        """``None``: nothing is filled."""
+        self._volume = volume
         self._filled_by: str | None = None
 
     def begin(self, fault: Fault) -> int:
         """Take all that is free."""
-        if not self._is_small or self._filled_by is not None:
+        if self._volume is None or self._filled_by is not None:
             return 0
         self._filled_by = fault.seed
-        with self._ballast.open("wb") as file:
-            step = 1 << 20
-            while step >= 4096:
-                at = os.fstat(file.fileno()).st_size
-                try:
-                    os.posix_fallocate(file.fileno(), at, step)
-                except OSError:
-                    step >>= 1
+        self._volume.leave(room_bytes=1)  # of 0 bytes a size is none
         return 1
 
     def end(self, fault: Fault) -> None:
         """Give it back."""
-        if self._filled_by == fault.seed:
+        if self._volume is not None and self._filled_by == fault.seed:
             self._filled_by = None
-            self._ballast.unlink()
+            self._volume.leave()
 
 
 @dataclass

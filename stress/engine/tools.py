@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from stress.engine.samples import DISK
+from stress.engine.watch import DISK
 from stress.failure import Failure
 from stress.limits import PATIENCE_S
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from stress.engine.under_way import UnderWay
+    from stress.engine.faults import UnderWay
     from stress.plan import Fault
 
 TOUCHED_WITHIN_S: Final = 30.0

@@ -20,7 +20,7 @@ from stress.runtime.layer import DISK, FS, RuntimeLayer, Swept
 from stress.runtime.residency import Residency
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from pathlib import Path
 
     from stress.plan import Fault
@@ -72,7 +72,7 @@ class FilesystemLayer(RuntimeLayer):
                 # Harm is done below the mount: who looks into it would hang as well.
                 folders = {FS: source / "fs", DISK: source / "disk"}
                 below = files.FolderFaults(folders, aside, spared=KNOWN_BY)
-                self._who_does = {
+                self.who_does = {
                     "harm_files": below,
                     **dict.fromkeys(("kill", "stop"), processes.ProcessFaults()),
                     **{kind.name: filesystem for kind in faults.KINDS},
@@ -90,11 +90,9 @@ class FilesystemLayer(RuntimeLayer):
             return session.opened.issuperset(session.tiers)
         return fault.kind != "reopen" or not self._filesystem.is_away
 
-    def settings(self, seed: int) -> Mapping[str, Any]:
+    def tiers(self, seed: int, policy: str) -> list[dict[str, Any]]:
         """Return those of the runtime layer, with a start that doesn't wait for long."""
-        settings = super().settings(seed)
-        tiers = [{**tier, "start_timeout_s": START_S} for tier in settings["secondary_tiers"]]
-        return {**settings, "secondary_tiers": tiers}
+        return [{**tier, "start_timeout_s": START_S} for tier in super().tiers(seed, policy)]
 
 
 def _wait_for(filesystem: faults.FilesystemFaults) -> None:
@@ -103,8 +101,3 @@ def _wait_for(filesystem: faults.FilesystemFaults) -> None:
         if time.monotonic() > end_s:
             raise Failure(f"FUSE has mounted nothing within {PATIENCE_S:g} s")
         time.sleep(0.05)
-
-
-def make_layer(_arguments: object) -> FilesystemLayer:
-    """Return the layer."""
-    return FilesystemLayer()

@@ -5,7 +5,6 @@ What lies there is plain, signed or encrypted, as the seed has it.
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -14,17 +13,14 @@ from stress.remote import bucket, faults
 from stress.remote.masters import Masters
 from stress.remote.valkey_server import ValkeyServer
 from stress.runtime import processes
-from stress.runtime.in_process import ENGINE_KINDS, InProcess
-from stress.runtime.layer import IMPATIENT, POLICIES, TIMEOUTS
-from stress.runtime.quick_restarts import quick_restarts
+from stress.runtime.in_process import ENGINE_KINDS, TIMEOUTS, InProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from stress.arguments import Arguments
-    from stress.layer import Injector
-    from stress.plan import Fault, Kind
+    from stress.plan import Kind
     from stress.record import Record
 
 FIRST, SECOND, THIRD = "1:redis", "2:redis", "3:s3"
@@ -60,8 +56,8 @@ class RemoteLayer(InProcess):
     )
     harmless: ClassVar[frozenset[str]] = frozenset({"cut_off", "harm_values", "server_slow"})
 
-    def __init__(self, *, is_gate: bool) -> None:
-        self._is_gate = is_gate
+    def __init__(self, arguments: Arguments) -> None:
+        self._is_gate = arguments.gate
 
     @contextmanager
     def world(self, folder: Path, record: Record) -> Iterator[None]:
@@ -78,7 +74,7 @@ class RemoteLayer(InProcess):
             for tier, each in folders.items()
         }
         of_servers, of_processes = faults.ServerFaults(self._servers), processes.ProcessFaults()
-        self._who_does: dict[str, Injector] = {
+        self.who_does = {
             **{kind.name: of_servers for kind in faults.kinds(())},
             **{kind.name: of_processes for kind in processes.kinds(())},
         }
@@ -90,23 +86,18 @@ class RemoteLayer(InProcess):
             if not self._is_gate:
                 self._bucket = bucket.Bucket(folder / "bucket")
                 stack.callback(self._bucket.close)
-                self._who_does |= dict.fromkeys(_OF_BUCKETS, self._bucket)
-            stack.enter_context(quick_restarts())
+                self.who_does |= dict.fromkeys(_OF_BUCKETS, self._bucket)
             yield
 
-    def settings(self, seed: int) -> Mapping[str, Any]:
-        """Return the runtime's settings: the seed picks the policy, and what protects blocks."""
+    def tiers(self, seed: int, policy: str) -> list[dict[str, Any]]:
+        """Return the settings of the tiers: the seed picks what protects blocks."""
+        del policy
         protection = PROTECTIONS[seed % len(PROTECTIONS)]
         protected = {protection: str(self._key)} if protection else {}
         tiers = [self._redis(server) | protected for server in self._servers.values()]
         if self._bucket is not None:
             tiers.append(self._s3(self._bucket) | protected)
-        return {
-            **IMPATIENT,
-            "eviction_policy": POLICIES[seed % len(POLICIES)],
-            "on_reset": ("new_generation", "keep")[seed // 2 % 2],
-            "secondary_tiers": tiers,
-        }
+        return tiers
 
     @staticmethod
     def _redis(server: ValkeyServer | Masters) -> dict[str, Any]:
@@ -135,20 +126,3 @@ class RemoteLayer(InProcess):
             "credentials_command": f"cat {held.keys_file}",
             **_REMOTE,
         }
-
-    def clock(self) -> float:
-        """Return the time."""
-        return time.monotonic()
-
-    def begin(self, fault: Fault) -> int:
-        """Do a fault."""
-        return self._who_does[fault.kind].begin(fault)
-
-    def end(self, fault: Fault) -> None:
-        """Take a fault back."""
-        self._who_does[fault.kind].end(fault)
-
-
-def make_layer(arguments: Arguments) -> RemoteLayer:
-    """Return the layer."""
-    return RemoteLayer(is_gate=arguments.gate)

@@ -23,7 +23,7 @@ from stress.record import NOTICED
 from stress.resources import resources_now
 from stress.runtime.heals import Heals
 from stress.runtime.rest import Rest
-from stress.runtime.session import Session
+from stress.runtime.session import Session, quick_restarts
 from stress.runtime.use import note_use
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
+    from stress.layer import Injector
     from stress.log_file import Noticed
     from stress.pace import Pace
     from stress.plan import Fault, Plan
@@ -47,6 +48,16 @@ PATIENT_TIER: Final = dict.fromkeys(
 
 SERVED_MIN: Final = 100
 """Blocks that each tier must serve under the faults of the gate, at least."""
+
+TIMEOUTS: Final = {"probe_timeout_s": 0.2, "promote_timeout_s": 0.5, "store_timeout_s": 2.0}
+"""Of each tier by the clock."""
+
+IMPATIENT: Final = {
+    "breaker_pause_s": 0.02,
+    "breaker_pause_s_max": 0.2,
+    "lease_timeout_s": 2.0,
+}
+POLICIES: Final = ("reuse", "lru", "arc")
 
 RESET_FLUSHES: Final = ("unnamed", "named", "named_again")
 
@@ -67,9 +78,11 @@ class InProcess(Layer):
     requests_min: ClassVar[int]  #: what the gate must have decided under faults ...
     blocks_read_min: ClassVar[int]  #: ... and read back and compared
 
-    sweeping: Sweeping | None = None  #: set by ``world``, if there is such a tier
+    who_does: Mapping[str, Injector]  #: each kind but the engine's; set by ``world``
 
-    residency: Residency | None = None  #: likewise
+    sweeping: Sweeping | None = None  #: likewise, if there is such a tier
+
+    residency: Residency | None = None
 
     @abstractmethod
     @contextmanager
@@ -78,29 +91,32 @@ class InProcess(Layer):
         yield
 
     @abstractmethod
-    def settings(self, seed: int) -> Mapping[str, Any]:
-        """Return the runtime's settings."""
+    def tiers(self, seed: int, policy: str) -> list[dict[str, Any]]:
+        """Return the settings of the tiers."""
 
-    @abstractmethod
+    def settings(self, seed: int) -> Mapping[str, Any]:
+        """Return the runtime's: the seed picks the policy, and what a reset means."""
+        policy = POLICIES[seed % len(POLICIES)]
+        return {
+            **IMPATIENT,
+            "eviction_policy": policy,
+            "on_reset": ("new_generation", "keep")[seed // 2 % 2],
+            "secondary_tiers": self.tiers(seed, policy),
+        }
+
     def clock(self) -> float:
         """Return what the scheduler takes for the time."""
+        return time.monotonic()
 
     def may_begin(self, _fault: Fault, _session: Session) -> bool:
         """Tell whether a fault may begin just now; it is left out otherwise."""
         return True
 
-    @abstractmethod
-    def begin(self, fault: Fault) -> int:
-        """Do a fault, and return how many wrongs that was; those that come later are counted."""
-
-    @abstractmethod
-    def end(self, fault: Fault) -> None:
-        """Take a fault back that lasts."""
-
     def run(self, plan: Plan, record: Record, folder: Path) -> None:
         """Carry out a plan. Raises ``Failure``."""
         with ExitStack() as stack:
             noticed = stack.enter_context(log_into(folder / "log"))
+            stack.enter_context(quick_restarts())
             stack.enter_context(self.world(folder, record))
             before = resources_now()
             run = _Run(self, plan, record, noticed)
@@ -238,7 +254,10 @@ class _Run:
         elif fault.kind == "reopen":
             self._reopen()
         else:
-            self._record.injected[fault.kind] += self._layer.begin(fault)
+            done = self._layer.who_does[fault.kind].begin(
+                fault
+            )  # those that come later are counted
+            self._record.injected[fault.kind] += done
         if fault.for_s:
             self._under_way.append((at_s + fault.for_s, began_s, fault))
         else:
@@ -252,7 +271,7 @@ class _Run:
         for each in due:
             self._under_way.remove(each)
             _, began_s, fault = each
-            self._layer.end(fault)
+            self._layer.who_does[fault.kind].end(fault)
             self._heals.ended(fault, self._now_s(), self._counts.served_by)
             self._record.note(fault, began_s, self._now_s())
 

@@ -6,32 +6,24 @@ import os
 import signal
 from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvtier_backends.fs.temporary import MARKERS_NAME, parse_temporary_untrusted
 from kvtier_backends.fs.unfinished import folders_untrusted
 from stress.contents import BLOCK_BYTES
 from stress.runtime import clocks, files, memory_faults, processes
-from stress.runtime.in_process import ENGINE_KINDS, InProcess
-from stress.runtime.quick_restarts import quick_restarts
+from stress.runtime.in_process import ENGINE_KINDS, TIMEOUTS, InProcess
 from stress.runtime.residency import Residency
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from stress.layer import Injector
-    from stress.plan import Fault, Kind
+    from stress.plan import Kind
     from stress.record import Record
 
 FS, DISK = "2:fs", "3:stress_disk"
-TIMEOUTS: Final = {"probe_timeout_s": 0.2, "promote_timeout_s": 0.5, "store_timeout_s": 2.0}
-IMPATIENT: Final = {
-    "breaker_pause_s": 0.02,
-    "breaker_pause_s_max": 0.2,
-    "lease_timeout_s": 2.0,
-}
-POLICIES: Final = ("reuse", "lru", "arc")
 
 
 class RuntimeLayer(InProcess):
@@ -55,62 +47,46 @@ class RuntimeLayer(InProcess):
         aside = folder / "aside"
         aside.mkdir()
         self._clocks = clocks.Clocks(folder)
-        faults = (
+        faults: Sequence[tuple[Sequence[Kind], Injector]] = (
             (memory_faults.KINDS, memory_faults.MemoryFaults(record.injected)),
             (files.kinds(()), files.FolderFaults(self._folders, aside)),
             (processes.kinds(()), processes.ProcessFaults()),
             (clocks.KINDS, self._clocks),
         )
-        self._who_does: dict[str, Injector] = {
-            kind.name: does for kinds, does in faults for kind in kinds
-        }
+        self.who_does = {kind.name: does for kinds, does in faults for kind in kinds}
         self.sweeping = Swept(self._folders[FS])
         self.residency = Residency(self._folders[FS], folder)
-        with quick_restarts():
-            yield
+        yield
 
-    def settings(self, seed: int) -> Mapping[str, Any]:
-        """Return the runtime's settings: the seed picks policies, cells, and what a reset means."""
+    def tiers(self, seed: int, policy: str) -> list[dict[str, Any]]:
+        """Return the settings of the tiers."""
+        del seed
         common = {**TIMEOUTS, "enable_kv_events": True, "on_unusable": "skip"}
-        policy = POLICIES[seed % len(POLICIES)]
-        return {
-            **IMPATIENT,
-            "eviction_policy": policy,
-            "on_reset": ("new_generation", "keep")[seed // 2 % 2],
-            "secondary_tiers": [
-                {
-                    "type": "stress_memory",
-                    "capacity_bytes": 96 * BLOCK_BYTES,
-                    "eviction_policy": policy,
-                    **common,
-                },
-                {
-                    "type": "fs",
-                    "root_dir": str(self._folders[FS]),
-                    "n_read_threads": 4,
-                    "n_write_threads": 4,
-                    **common,
-                },
-                {
-                    "type": "stress_disk",
-                    "path": str(self._folders[DISK]),
-                    "capacity_bytes": 2048 * BLOCK_BYTES,
-                    **common,
-                },
-            ],
-        }
+        return [
+            {
+                "type": "stress_memory",
+                "capacity_bytes": 96 * BLOCK_BYTES,
+                "eviction_policy": policy,
+                **common,
+            },
+            {
+                "type": "fs",
+                "root_dir": str(self._folders[FS]),
+                "n_read_threads": 4,
+                "n_write_threads": 4,
+                **common,
+            },
+            {
+                "type": "stress_disk",
+                "path": str(self._folders[DISK]),
+                "capacity_bytes": 2048 * BLOCK_BYTES,
+                **common,
+            },
+        ]
 
     def clock(self) -> float:
         """Return a time that leaps."""
         return self._clocks.monotonic()
-
-    def begin(self, fault: Fault) -> int:
-        """Do a fault."""
-        return self._who_does[fault.kind].begin(fault)
-
-    def end(self, fault: Fault) -> None:
-        """Take a fault back."""
-        self._who_does[fault.kind].end(fault)
 
 
 class Swept:
@@ -149,8 +125,3 @@ class Swept:
             for name in names
             if parse_temporary_untrusted(name) is not None
         ]
-
-
-def make_layer(_arguments: object) -> RuntimeLayer:
-    """Return the layer."""
-    return RuntimeLayer()

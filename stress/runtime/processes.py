@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from stress.plan import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from stress.plan import Fault
 
@@ -97,24 +97,26 @@ def _little(pid: int, limit: int) -> int:
     return pages * resource.getpagesize() + MEMORY_LEFT_BYTES
 
 
-def tier_processes(tier: str) -> list[int]:
-    """Return the processes of a tier that this process has started, by the names in their call."""
+def tier_processes(tier: str, among: Sequence[int] | None = None) -> list[int]:
+    """Return the processes of a tier, by the names in their call: among these, or the children."""
     name = f"kvtier-{tier}".encode()
-    return [pid for pid in children() if name in call_of(pid)]
+    return [pid for pid in (children() if among is None else among) if name in call_of(pid)]
 
 
 def children() -> list[int]:
     """Return all children of this process that have not ended."""
-    pids = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
-    return [pid for pid in pids if _parent_of(pid) == os.getpid() and call_of(pid)]
+    return [pid for pid, parent, _ in living() if parent == os.getpid()]
 
 
-def _parent_of(pid: int) -> int | None:
-    """Return the process that a process belongs to."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except _GONE:
-        return None
+def living() -> Iterator[tuple[int, int, int]]:
+    """Yield all processes that have not ended, reaped or not: number, parent and session."""
+    for each in Path("/proc").iterdir():
+        if each.name.isdigit():
+            with suppress(*_GONE):
+                text = (each / "stat").read_text().rpartition(")")[2]
+                state, parent, _, session = text.split()[:4]
+                if state not in "ZX":
+                    yield int(each.name), int(parent), int(session)
 
 
 def call_of(pid: int) -> list[bytes]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
+from unittest import mock
 
 from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime
 from kvtier.core.events import PRIMARY
+from kvtier.hosts import process_host, thread_host
 from stress.checker import Checker
 from stress.contents import BLOCK_BYTES
 from stress.failure import Failure
@@ -17,13 +20,15 @@ from stress.resources import resident_bytes
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from kvtier.core.statistics import Statistics
     from stress.limits import Limits
     from stress.log_file import Noticed
 
 SLOTS: Final = 96
+RESTART_PAUSE_S: Final = 0.05
+RESTART_PAUSE_S_MAX: Final = 0.5
 CLOSE_S: Final = 5.0
 HUNG_CLOSE_S: Final = 3.0
 """In the gate: so long a close waits for a tier that hangs."""
@@ -115,3 +120,14 @@ class Session:
         if has_ended:
             self.memory.release()
         return has_ended
+
+
+@contextmanager
+def quick_restarts() -> Iterator[None]:
+    """Shorten the pauses before a tier is begun anew: one that is killed often is to run, too."""
+    with (
+        mock.patch.object(process_host, "RESTART_PAUSE_S", RESTART_PAUSE_S),
+        mock.patch.object(process_host, "RESTART_PAUSE_S_MAX", RESTART_PAUSE_S_MAX),
+        mock.patch.object(thread_host, "RESTART_PAUSE_S", RESTART_PAUSE_S),
+    ):
+        yield

@@ -19,8 +19,7 @@ from typing import Final, NamedTuple
 
 from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs.layout import make_layout
-from stress.shared_folder.engines import FolderMeasure, StoringEngine
-from stress.shared_folder.kills import KilledEngines
+from stress.shared_folder.engines import FolderMeasure, KilledEngines, StoringEngine
 from stress.shared_folder.storing import CONTEXT, FILE_BYTES, key_of
 
 ALLOWED: Final = 1.01

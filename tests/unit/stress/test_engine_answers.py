@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from stress.engine import weights as weights_module
+from stress.engine import resets as weights_module
 from stress.engine.answers import Reference, compare, reference_of
 from stress.engine.clients import PAUSED, Clients
 from stress.engine.questions import Question
 from stress.engine.referee import Referee
-from stress.engine.resets import REFUSALS
-from stress.engine.weights import TRIES_MAX, WeightChanges
+from stress.engine.resets import REFUSALS, TRIES_MAX, WeightChanges
 from stress.failure import Failure
 from stress.plan import Fault
 

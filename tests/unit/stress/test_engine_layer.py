@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from stress.engine.faults import KINDS
+from stress.engine.faults import KINDS, UnderWay
 from stress.engine.lost_folder import ASKED_FOR, Operator
 from stress.engine.processes import processes_of, role_of, roles_in
 from stress.engine.resets import REFUSALS, check_log
-from stress.engine.samples import FS
 from stress.engine.small_disk import FullDisk, small_disk
-from stress.engine.under_way import UnderWay
-from stress.engine.watch import Watch
+from stress.engine.watch import FS, Watch
 from stress.failure import Failure
 from stress.plan import draw_plan
 from tests.support.needs import needs
@@ -130,9 +128,9 @@ def test_a_tier_process_that_starts_within_a_limit_may_say_so(reason: str) -> No
 @needs("mount")
 def test_a_disk_that_is_filled_takes_no_byte_and_is_free_again(tmp_path: Path) -> None:
     fault = next(f for f in draw_plan(1, 600, KINDS).faults if f.kind == "full_disk")
-    with small_disk(tmp_path / "small") as is_small:
-        assert is_small, "this needs root"
-        full = FullDisk(tmp_path / "small", is_small=is_small)
+    with small_disk(tmp_path / "small") as volume:
+        assert volume, "this needs root"
+        full = FullDisk(volume)
         assert full.begin(fault) == 1
         with pytest.raises(OSError, match="No space left"):
             (tmp_path / "small" / "more").write_bytes(bytes(8192))
