@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from stress.failure import Failure
 from stress.limits import PATIENCE_S
 from stress.plan import draw_round
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from stress.plan import Fault, Plan
+
+    Missing = Callable[[], Mapping[str, Collection[str]]]
 
 FAULTS_A_STEP_MAX: Final = 3
 """A machine that is late catches up while it serves; what it can't is left out at the end."""
@@ -37,29 +39,11 @@ LEAP_S: Final = 2 * PATIENCE_S
 LEAPS_AT: Final = (0.25, 0.75)  #: of the time that something hangs
 
 
-class Pace(Protocol):
-    """How the time of one plan passes."""
-
-    leapt_s: float  #: by so much the scheduler's clock is ahead
-
-    def now_s(self) -> float:
-        """Return the time of the plan."""
-
-    def due(self) -> Sequence[Fault]:
-        """Return the faults that are to begin now."""
-
-    def step(self, decided: int) -> None:
-        """Note a step in which so many requests were decided."""
-
-    def is_over(self) -> bool:
-        """Tell whether the plan is."""
-
-
 class ByClock:
     """The plan's seconds are the clock's."""
 
     def __init__(self, plan: Plan) -> None:
-        self.leapt_s = 0.0
+        self.leapt_s = 0.0  #: by so much the scheduler's clock is ahead
         self._seconds = plan.seconds
         self._waiting = deque(plan.faults)
         self._began_s = time.monotonic()
@@ -80,22 +64,16 @@ class ByClock:
         return self.now_s() >= self._seconds
 
 
-class Shown(Protocol):
-    """What the faults of a run have shown so far."""
-
-    def missing(self) -> Mapping[str, Collection[str]]:
-        """Return what they have not: in words → the kinds of faults that may yet show it."""
-
-
 class ByCounts:
     """The plan's seconds are requests and steps, and it ends when all is shown."""
 
-    def __init__(self, plan: Plan, shown: Shown) -> None:
+    def __init__(self, plan: Plan, missing: Missing) -> None:
+        """``missing``: returns what is not shown yet, in words → the kinds that may yet show it."""
         assert plan.gate is not None, "a plan of the clock's"
         self.leapt_s = 0.0
         self._seed = plan.seed
         self._kinds = plan.gate
-        self._shown = shown
+        self._missing = missing
         self._now_s = 0.0
         self._leaps: list[float] = []
         self._rounds = 0
@@ -128,7 +106,7 @@ class ByCounts:
         is_late = time.monotonic() > self._give_up_s
         if self._now_s < self._round_ends_s and not is_late:
             return False
-        missing = self._shown.missing()
+        missing = self._missing()
         if not missing:
             return True
         if is_late:

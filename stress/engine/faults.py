@@ -13,7 +13,7 @@ from stress.plan import Kind
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
-    from stress.engine.pace import Pace
+    from stress.engine.pace import ByClock, ByRequests
     from stress.layer import Injector
     from stress.plan import Fault
     from stress.record import Record
@@ -113,7 +113,7 @@ class Faults:
         deeds: Mapping[str, Deed],
         under_way: UnderWay,
         record: Record,
-        pace: Pace,
+        pace: ByClock | ByRequests,
         now_s: Callable[[], float],
     ) -> None:
         """``injectors``: by kind and target; ``deeds``: by kind; ``now_s``: of the record."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from stress.limits import PATIENCE_S
 
@@ -17,19 +17,6 @@ IDLE_FRACTION: Final = 0.25
 """Of the time in which no request ends. Clients that wait for what hangs would wait for ever."""
 
 GATE_S_MAX: Final = 3 * PATIENCE_S
-
-
-class Pace(Protocol):
-    """How the time of one plan passes."""
-
-    def now_s(self) -> float:
-        """Return the time of the plan."""
-
-    async def until(self, at_s: float) -> None:
-        """Wait for a time of the plan."""
-
-    async def run(self) -> None:
-        """Have time pass, until cancelled."""
 
 
 class ByClock:

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from stress.engine.faults import Deed
-    from stress.engine.pace import Pace
     from stress.engine.places import Places
     from stress.engine.questions import Question
     from stress.engine.referee import Referee
@@ -78,7 +77,9 @@ class Run:
         self._limits = limits_of(is_gate=plan.is_gate)
         self._watch = Watch(running)
         self._clients = Clients(running, questions, plan.seed, referee)
-        self._pace: Pace = ByRequests(lambda: self._clients.requests) if plan.is_gate else ByClock()
+        self._pace: ByClock | ByRequests = (
+            ByRequests(lambda: self._clients.requests) if plan.is_gate else ByClock()
+        )
         self._rest = Rest(running, self._watch, record, places.engine_id, self._limits)
         self._sweeper = Sweeper(places.tiers[FS], tuple(places.asides.values()))
         under_way = UnderWay()

@@ -33,11 +33,10 @@ if TYPE_CHECKING:
 
     from stress.layer import Injector
     from stress.log_file import Noticed
-    from stress.pace import Pace
     from stress.plan import Fault, Plan
     from stress.record import Record
+    from stress.runtime.layer import Swept
     from stress.runtime.residency import Residency
-    from stress.runtime.rest import Sweeping
 
 SAMPLE_S: Final = 0.25
 LOOK_S: Final = 0.1
@@ -80,7 +79,7 @@ class InProcess(Layer):
 
     who_does: Mapping[str, Injector]  #: each kind but the engine's; set by ``world``
 
-    sweeping: Sweeping | None = None  #: likewise, if there is such a tier
+    sweeping: Swept | None = None  #: likewise, if there is such a tier
 
     residency: Residency | None = None
 
@@ -142,7 +141,7 @@ class _Run:
         self._settings = layer.settings(plan.seed)
         if plan.is_gate:
             self._settings = _made_patient(self._settings)
-        self._pace: Pace | None = None  # until the plan begins
+        self._pace: ByClock | ByCounts | None = None  # until the plan begins
         self._kept: list[Session] = []  # closed, and a tier of theirs hung then
         self._under_way: list[tuple[float, float, Fault]] = []  # ends by its pace, began, what
         self._resets = 0
@@ -185,7 +184,9 @@ class _Run:
     def phase_one(self) -> None:
         """Serve requests while faults begin and end."""
         self._counts_before = replace(self._counts, served_by=self._counts.served_by.copy())
-        self._pace = ByCounts(self._plan, self) if self._plan.is_gate else ByClock(self._plan)
+        self._pace = (
+            ByCounts(self._plan, self.missing) if self._plan.is_gate else ByClock(self._plan)
+        )
         while not self._pace.is_over():
             for fault in self._pace.due():
                 self._begin(fault, self._pace.now_s())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import asdict
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from stress.limits import Limits
     from stress.record import Record
+    from stress.runtime.layer import Swept
     from stress.runtime.residency import Residency
     from stress.runtime.session import Session
 
@@ -25,23 +26,6 @@ SOME_REQUESTS: Final = 20_000
 """As many as a whole gate serves: each kind of work has come by then, if it can."""
 LOOK_S: Final = 0.25
 """To look through all folders takes a while."""
-
-
-class Sweeping(Protocol):
-    """A layer with a tier that sweeps what its killed writers left."""
-
-    @property
-    def tier(self) -> str:
-        """Return its name."""
-
-    def kill(self) -> None:
-        """Kill the processes of that tier."""
-
-    def leave_unfinished(self) -> None:
-        """Put a temporary file there as the tier's process leaves one that is killed."""
-
-    def leftovers(self) -> Sequence[str]:
-        """Return the names of temporary files."""
 
 
 class Rest:
@@ -112,7 +96,7 @@ class Rest:
         load.aborts = True
         self._checks["slots"] = f"all free or ready after {took_s:.1f} s"
 
-    def restart_twice(self, layer: Sweeping) -> None:
+    def restart_twice(self, layer: Swept) -> None:
         """Kill a tier and see it back, twice: each start sweeps what dead writers have left.
 
         They are known by their markers. If harm took that of the last process, the first start
@@ -131,7 +115,7 @@ class Rest:
 
             self._step_until(is_back, "a killed tier stays away", self._breakers_in_words)
 
-    def leftovers_go(self, layer: Sweeping) -> None:
+    def leftovers_go(self, layer: Swept) -> None:
         """See that no temporary file is left, now that nothing is stored."""
         left: Sequence[str] = ()
         looked_s = 0.0

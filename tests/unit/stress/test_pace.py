@@ -72,7 +72,7 @@ def test_the_first_round_has_each_kind_and_is_the_same_each_time(
 
 def test_what_a_round_has_not_shown_comes_again_and_nothing_else() -> None:
     shown = Shown({"a fault rare that hit something": ["rare"]})
-    found = ByCounts(draw_gate_plan(1, [RARE, HANGS]), shown)
+    found = ByCounts(draw_gate_plan(1, [RARE, HANGS]), shown.missing)
     begun: list[Fault] = []
     while shown.asked < 3:
         begun += found.due()
@@ -86,7 +86,7 @@ def test_what_a_round_has_not_shown_comes_again_and_nothing_else() -> None:
 
 def test_a_round_without_faults_lets_tiers_serve_until_enough_was_read() -> None:
     shown = Shown({"3 of 100 blocks of fs": []})
-    found = ByCounts(draw_gate_plan(1, [RARE]), shown)
+    found = ByCounts(draw_gate_plan(1, [RARE]), shown.missing)
     while shown.asked < 2:
         found.due()
         found.step(1)
@@ -102,7 +102,7 @@ def test_a_round_without_faults_lets_tiers_serve_until_enough_was_read() -> None
 
 def test_deadlines_run_out_while_something_hangs_and_only_then() -> None:
     own = draw_round(1, 0, [HANGS])
-    found = ByCounts(draw_gate_plan(1, [HANGS, RARE]), Shown())
+    found = ByCounts(draw_gate_plan(1, [HANGS, RARE]), Shown().missing)
     leapt: list[tuple[float, float]] = []
     while not found.is_over():
         found.due()
@@ -116,7 +116,7 @@ def test_deadlines_run_out_while_something_hangs_and_only_then() -> None:
 
 def test_what_is_never_shown_ends_the_run_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "GATE_S_MAX", 0.0)
-    found = ByCounts(draw_gate_plan(1, [RARE]), Shown({"3 of 100 blocks of fs": []}))
+    found = ByCounts(draw_gate_plan(1, [RARE]), Shown({"3 of 100 blocks of fs": []}).missing)
     with pytest.raises(Failure, match="3 of 100 blocks of fs"):
         play(found)
 
