@@ -16,8 +16,9 @@ from stress.filesystem.fuse_folder import why_no_fuse
 from stress.limits import PATIENCE_S
 from stress.plan import Kind
 from stress.runtime import files, processes
-from stress.runtime.layer import DISK, FS, RuntimeLayer, Swept
+from stress.runtime.layer import DISK, FS, RuntimeLayer
 from stress.runtime.residency import Residency
+from stress.runtime.rest import Swept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +68,7 @@ class FilesystemLayer(RuntimeLayer):
             _wait_for(filesystem)
             with super().world(folder, record):
                 self._folders = {FS: mount / "fs", DISK: mount / "disk"}
-                self.sweeping = Swept(source / "fs")
+                self.sweeping = Swept(FS, source / "fs")
                 self.residency = Residency(source / "fs", folder)
                 # Harm is done below the mount: who looks into it would hang as well.
                 folders = {FS: source / "fs", DISK: source / "disk"}

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from stress.log_file import Noticed
     from stress.plan import Fault, Plan
     from stress.record import Record
-    from stress.runtime.layer import Swept
     from stress.runtime.residency import Residency
+    from stress.runtime.rest import Swept
 
 SAMPLE_S: Final = 0.25
 LOOK_S: Final = 0.1

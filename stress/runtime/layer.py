@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from contextlib import contextmanager, suppress
-from itertools import islice
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvtier_backends.fs.temporary import MARKERS_NAME, parse_temporary_untrusted
-from kvtier_backends.fs.unfinished import folders_untrusted
 from stress.contents import BLOCK_BYTES
 from stress.runtime import clocks, files, memory_faults, processes
 from stress.runtime.in_process import ENGINE_KINDS, TIMEOUTS, InProcess
 from stress.runtime.residency import Residency
+from stress.runtime.rest import Swept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,7 +50,7 @@ class RuntimeLayer(InProcess):
             (clocks.KINDS, self._clocks),
         )
         self.who_does = {kind.name: does for kinds, does in faults for kind in kinds}
-        self.sweeping = Swept(self._folders[FS])
+        self.sweeping = Swept(FS, self._folders[FS])
         self.residency = Residency(self._folders[FS], folder)
         yield
 
@@ -87,41 +83,3 @@ class RuntimeLayer(InProcess):
     def clock(self) -> float:
         """Return a time that leaps."""
         return self._clocks.monotonic()
-
-
-class Swept:
-    """The ``fs`` tier, as one that sweeps what its killed writers left."""
-
-    tier: ClassVar[str] = FS
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def kill(self) -> None:
-        """Kill its processes."""
-        for pid in processes.tier_processes(self.tier):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def leave_unfinished(self) -> None:
-        """Put a temporary file into some fan-out folder, by the name of each writer there is.
-
-        Into one that its marker names; if there is none, as an older kvtier did, which named none.
-        """
-        for marker in list(self._folder.glob(f"*/{MARKERS_NAME}/*")):
-            base = marker.parents[1]
-            named = folders_untrusted(marker.read_bytes()) or set()
-            there = [base / name for name in sorted(named) if (base / name).is_dir()]
-            if not there:
-                os.truncate(marker, 0)
-            for fan_out in islice(there or base.glob("???/??"), 1):
-                (fan_out / f"unfinished.{marker.name}-0.tmp").touch()
-
-    def leftovers(self) -> Sequence[str]:
-        """Return the names of blocks that are only written so far, by whoever."""
-        return [
-            name
-            for _, _, names in os.walk(self._folder)
-            for name in names
-            if parse_temporary_untrusted(name) is not None
-        ]

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import asdict
 
 from kvtier.core.events import PRIMARY
+from kvtier_backends.fs.temporary import MARKERS_NAME, parse_temporary_untrusted
+from kvtier_backends.fs.unfinished import folders_untrusted
 from stress.failure import Failure
 from stress.resources import Resources, resources_now
+from stress.runtime.processes import tier_processes
 from stress.runtime.residency import DAMAGED_MAX, FS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from stress.limits import Limits
     from stress.record import Record
-    from stress.runtime.layer import Swept
     from stress.runtime.residency import Residency
     from stress.runtime.session import Session
 
@@ -26,6 +33,43 @@ SOME_REQUESTS: Final = 20_000
 """As many as a whole gate serves: each kind of work has come by then, if it can."""
 LOOK_S: Final = 0.25
 """To look through all folders takes a while."""
+
+
+class Swept:
+    """An ``fs`` tier, as one that sweeps what its killed writers left."""
+
+    def __init__(self, tier: str, folder: Path) -> None:
+        self.tier = tier
+        self._folder = folder
+
+    def kill(self) -> None:
+        """Kill its processes."""
+        for pid in tier_processes(self.tier):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def leave_unfinished(self) -> None:
+        """Put a temporary file into some fan-out folder, by the name of each writer there is.
+
+        Into one that its marker names; if there is none, as an older kvtier did, which named none.
+        """
+        for marker in list(self._folder.glob(f"*/{MARKERS_NAME}/*")):
+            base = marker.parents[1]
+            named = folders_untrusted(marker.read_bytes()) or set()
+            there = [base / name for name in sorted(named) if (base / name).is_dir()]
+            if not there:
+                os.truncate(marker, 0)
+            for fan_out in islice(there or base.glob("???/??"), 1):
+                (fan_out / f"unfinished.{marker.name}-0.tmp").touch()
+
+    def leftovers(self) -> Sequence[str]:
+        """Return the names of blocks that are only written so far, by whoever."""
+        return [
+            name
+            for _, _, names in os.walk(self._folder)
+            for name in names
+            if parse_temporary_untrusted(name) is not None
+        ]
 
 
 class Rest:

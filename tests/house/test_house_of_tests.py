@@ -55,7 +55,7 @@ MAY_COUNT = {
     "unit/backends/network/_inside.py": "what has not come by then is waited for",
     "unit/stress/test_pace.py": "nothing else runs",
     "vllm/engine/test_engine_sick_disk.py": "each round brings back a block at least",
-    "stress/engine/weights.py": "vLLM refuses, as often as that: the fault is left out then",
+    "stress/engine/resets.py": "vLLM refuses, as often as that: the fault is left out then",
 }
 COUNTED_MIN = 5000
 """A loop of so many rounds is an endless one that somebody wanted to end."""
