@@ -140,17 +140,6 @@ def test_mooncake_is_measured_beside_its_client_and_nothing_is_left(tmp_path: Pa
             assert client.remove_by_regex(".*", True) == 0
 
 
-def test_too_few_bytes_to_keep_all_calls_busy_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tier = json.dumps({"type": "fs", "root_dir": str(tmp_path)})
-    assert main(["bench", "tier", "--tier", tier, "--bytes", "64KiB"]) == BAD_INPUT
-    message = capsys.readouterr().err
-    assert "--bytes 65536" in message
-    assert f"Give {16 * 16 * 65536} or more" in message
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_size_that_cannot_be_measured_takes_nothing_from_those_before_it(
     valkey: redis_servers.RedisServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
