@@ -26,7 +26,7 @@ FOUND_BY = {
     ),
     "lost_for_good": (
         "--seed 5 --minutes 0.2 --faults server_killed",
-        "breakers stay open|redis serves nothing",
+        "breakers stay open|redis serves nothing|redis has served nothing for 10",
     ),
     "no_sweep": (
         "--seed 71 --minutes 0.1 --faults none",
