@@ -5,7 +5,7 @@ handed to ``resp.RespConnection``, which runs the batches.
 
 The library's cluster client is not used: on three nodes it moved blocks of 64 KiB and 1 MiB at 0.24
 to 0.67 of the speed of ``resp``, in twice the processor time, and needs the right to ``COMMAND``.
-Its map of a cluster alone keeps the event loop for 10 ms instead of 1 ms, and hides the error with
+Its map of a cluster alone keeps the event loop for 10 ms instead of 4 ms, and hides the error with
 which a server refuses. Its sentinel client replaces one command by a longer one.
 """
 
