@@ -148,20 +148,22 @@ def test_a_head_that_another_request_brought_goes_after_its_users_tail(
         assert engine.runtime.primary.slot_of(block("XY", number)) is not None
 
 
-def test_where_one_block_goes_for_two_victims_another_goes_as_well() -> None:
-    """The block that goes in place of a victim is a victim too."""
+@pytest.mark.parametrize("is_hit", [False, True])
+def test_where_one_block_goes_for_two_victims_another_goes_as_well(is_hit: bool) -> None:
+    """The block that goes in place of a victim is a victim too; or the first one has to stay."""
 
     class HeadAndTail(LRUPolicy):
         def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
-            head, *between, tail = sorted(super().choose_victims(len(self), exclude))
-            self.restore(between)
-            return [head, tail]
+            every = sorted(super().choose_victims(len(self), exclude))
+            self.restore(every[1:-1])
+            return list(dict.fromkeys((every[0], every[-1])))
 
     engine = Engine(HeadAndTail, 3)
-    engine.write(engine.start("ABC", tells=True), 3)
+    user, head = engine.start("ABC", tells=True), block("ABC", 0)
+    engine.write(user, 3)
+    assert not is_hit or engine.facade.lookup(head, user)
     engine.write(engine.start("XY", tells=False), 2)
-    assert engine.runtime.primary.slot_of(block("ABC", 0)) is not None
-    assert len(engine.runtime.primary.resident()) == 3
+    assert engine.runtime.primary.resident() == {head, block("XY", 0), block("XY", 1)}
     assert engine.primary.counts.policies_replaced == 0
 
 
