@@ -101,7 +101,6 @@ class Transfers(Flights[Job]):
         self._are_apart = False
         self.waiting = WaitingJobs(remembers=work is Work.LOAD)
         self._peer_of = peer_of
-        self._limit_s = limit_s
         self._job_blocks_max = config.job_blocks_max
 
     def set_calls(self, calls_max: int, *, are_apart: bool) -> None:
@@ -123,7 +122,7 @@ class Transfers(Flights[Job]):
         """Have a load wait for the tier; its request waits for longer if that is slow by now."""
         patience_s = message.patience_s
         if self._are_apart:  # it may never come, from a tier that serves others meanwhile
-            patience_s = min(patience_s, self._limit_s)
+            patience_s = min(patience_s, self.pacing.limit_s)
         elif (cost := self.cost(self.waiting.blocks)) is not None:
             patience_s = cost.patience_s(len(message.keys), patience_s, message.patience_max_s)
         self.waiting.add(structs.replace(message, patience_s=patience_s), now)

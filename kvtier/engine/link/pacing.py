@@ -55,7 +55,7 @@ class Pacing:
 
         ``limit_s``: how long the tier may do nothing before it is late.
         """
-        self._limit_s = limit_s
+        self.limit_s = limit_s  #: as configured; ``late_after_s`` allows for a slow tier
         self._first_blocks = first_blocks
         self._calls_max = 1
         self.window = first_blocks  #: how many blocks the tier is given at once
@@ -72,12 +72,12 @@ class Pacing:
     @property
     def late_after_s(self) -> float:
         """How long the tier may do nothing before its work is late."""
-        return self._limit_s + self._allowance_s
+        return self.limit_s + self._allowance_s
 
     def allow(self, outstanding: int) -> None:
         """Allow for the time that a slow tier takes for the outstanding blocks."""
         expected_s = self._estimate.seconds(outstanding) or 0.0
-        self._allowance_s = min(SLOWER * expected_s, self._limit_s)
+        self._allowance_s = min(SLOWER * expected_s, self.limit_s)
 
     def restart(self) -> None:
         """Note that a new cell serves the tier: nothing is known of it."""
@@ -114,7 +114,7 @@ class Pacing:
         enough_s = max(WINDOW_S, LOOKS * self._look_s, latencies_s)
         if seconds > enough_s:
             block_s = seconds / blocks
-            one_a_call = min(self._calls_max, self._first_blocks, int(self._limit_s / 2 / block_s))
+            one_a_call = min(self._calls_max, self._first_blocks, int(self.limit_s / 2 / block_s))
             self.window = min(self.window, max(2, one_a_call, int(enough_s / block_s)))
         elif 2 * seconds < enough_s and 2 * blocks >= self.window:
             self.window = min(2 * self.window, WINDOW_BLOCKS_MAX)
