@@ -105,7 +105,7 @@ def test_the_name_goes_once_every_rank_has_mapped_the_region(engine: Engine) -> 
 def test_a_vllm_that_removes_the_name_early_is_refused(engine: Engine) -> None:
     """The scheduler would create a file of its own, and wait for ranks that have another."""
     engine.path.unlink()
-    with pytest.raises(ConfigError, match=r"removes its shared memory's name.*Use vLLM 0\."):
+    with pytest.raises(ConfigError, match=r"removes its shared memory's name.*: use vLLM 0\."):
         engine.announce()
 
 

@@ -102,8 +102,8 @@ class HeaderMap:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             raise ConfigError(
-                f"{path} is gone: this vLLM removes its shared memory's name before kvtier's "
-                f"scheduler has mapped it. {REMEDY[0].upper()}{REMEDY[1:]}."
+                f"{path} is gone, since this vLLM removes its shared memory's name before kvtier's "
+                f"scheduler has mapped it: {REMEDY}."
             ) from None
         try:
             self._map = mmap.mmap(fd, HEADER_BYTES, offset=slot_count * row_bytes)
