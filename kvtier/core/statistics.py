@@ -51,7 +51,7 @@ class PrimaryCounts(Counts):
     cuts_decided: int = 0  # the head from tiers, the tail recomputed
     recomputes_decided: int = 0  # nothing from tiers
     explorations_decided: int = 0  # a few blocks, to measure how fast a tier is now
-    blocks_declined: int = 0  # that tiers have, as far as known, but that were recomputed
+    blocks_recomputed: int = 0  # that tiers have, as far as known, but that were recomputed
     requests_waited: int = 0  # until others release the slots that their loads need
     prefill_expected_seconds: float = 0.0  # of steps that computed prompts, one by one
     prefill_seconds: float = 0.0  # of the same steps
@@ -70,16 +70,16 @@ class TierCounts(Counts):
     promotion_jobs_failed: int = 0  # at least one block did not arrive
     cascade_jobs: int = 0
     cascade_jobs_failed: int = 0
-    absent: int = 0  # a load found nothing
+    load_misses: int = 0  # a load found nothing
     damaged: int = 0  # a load found bytes that fail their check
     failed: int = 0  # the medium failed, load or store
-    full: int = 0  # a store found no room
+    stores_rejected: int = 0  # a store found no room
     stores_deferred: int = 0  # not stored now, and offered again while they are here
     cascades_dropped: int = 0  # deferred, and gone before the tier had room for them
     cascades_refused: int = 0  # by the tier's admission policy
     promotions_dropped: int = 0
-    promotions_cut: int = 0  # of requests that lost patience
-    promotions_withdrawn: int = 0  # not sent yet when their request ended or was scheduled
+    loads_abandoned: int = 0  # of requests that lost patience
+    loads_cancelled: int = 0  # not sent yet when their request ended or was scheduled
     load_expected_seconds: float = 0.0  # of promotion jobs that ended
     load_seconds: float = 0.0  # of the same jobs, from when they were sent
     jobs_timed_out: int = 0  # jobs
@@ -89,7 +89,7 @@ class TierCounts(Counts):
     policies_replaced: int = 0  # eviction policies that raised, over all cells so far
     breaker_opened: int = 0
     connections_lost: int = 0
-    broke: int = 0
+    crashes: int = 0
 
     def count_job(
         self, outcomes: Sequence[Outcome], block_bytes: int, seconds: float, *, is_load: bool
@@ -105,10 +105,10 @@ class TierCounts(Counts):
             self.write_bytes += done * block_bytes
             self.write_seconds += seconds
             self.cascade_jobs_failed += not complete
-        self.absent += outcomes.count(Outcome.ABSENT)
+        self.load_misses += outcomes.count(Outcome.ABSENT)
         self.damaged += outcomes.count(Outcome.DAMAGED)
         self.failed += outcomes.count(Outcome.FAILED)
-        self.full += outcomes.count(Outcome.FULL)
+        self.stores_rejected += outcomes.count(Outcome.FULL)
         return complete
 
 

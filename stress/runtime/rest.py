@@ -226,7 +226,7 @@ class Rest:
 
     def _times_broken(self, name: str) -> int:
         return sum(
-            tier.counts.broke for tier in self._session.statistics().tiers if tier.name == name
+            tier.counts.crashes for tier in self._session.statistics().tiers if tier.name == name
         )
 
     def _are_closed(self) -> bool:

@@ -108,7 +108,7 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
     def _assert_a_healthy_tier_gets_what_was_deferred(self) -> None:
         """What is still in host memory; or it is known to be lost."""
         world = self.world
-        refused = [link.counts.full + link.counts.failed for link in world.links]
+        refused = [link.counts.stores_rejected + link.counts.failed for link in world.links]
         for _ in range(len(KEYS)):
             waits = {
                 tier
@@ -126,7 +126,7 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
         """Tell whether a tier is in use, and has refused no more than that."""
         link, held = self.world.links[tier], self.world.runtime.tiers[tier]
         is_closed = link.audit().breakers[Work.STORE] is BreakerState.CLOSED
-        is_healthy = is_closed and link.counts.full + link.counts.failed == refused
+        is_healthy = is_closed and link.counts.stores_rejected + link.counts.failed == refused
         return is_healthy and not held.is_full and not self.world.fenced[tier]
 
     def _assert_a_healthy_tier_serves_within_two_steps(self) -> None:

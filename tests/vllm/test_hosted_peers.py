@@ -300,7 +300,7 @@ def test_blocks_that_no_decode_engine_comes_for_are_let_go_and_the_tier_goes_on(
             prefill(first, [number], f"nobody-{number}")
             both(first, second, lambda: not pinned(first))
         (tier,) = first.statistics().tiers
-        assert (tier.counts.absent, tier.breaker) == (5, "CLOSED")
+        assert (tier.counts.load_misses, tier.breaker) == (5, "CLOSED")
 
 
 # --- from another engine's memory ---

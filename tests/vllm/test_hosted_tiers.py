@@ -299,7 +299,7 @@ def test_what_a_tier_removes_by_itself_is_known_to_be_gone() -> None:
 
         until(is_known)
         assert played.read([2]) == [2]
-        assert played.statistics().tiers[0].counts.absent == 0
+        assert played.statistics().tiers[0].counts.load_misses == 0
 
 
 def reported(*metrics: tuple[str, float]) -> OffloadingConnectorStats:

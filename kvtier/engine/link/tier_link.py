@@ -175,7 +175,7 @@ class TierLink(Actor):
         """Release unsent loads. Loads at the tier are read to their end."""
         waiting, request = self._loads.waiting, message.request
         for job in waiting.pop_all() if request is None else waiting.pop_request(request):
-            self.counts.promotions_withdrawn += len(job.keys)
+            self.counts.loads_cancelled += len(job.keys)
             self.primary.post(m.PromotionWithdrawn(self._number, job.keys, job.slots, job.epoch))
         self._probes.withdraw(message)
 
@@ -342,12 +342,12 @@ class TierLink(Actor):
     def _cut_loads(self) -> None:
         """Let requests that have waited long enough compute. That is no failure of the tier."""
         for job in self._loads.waiting.pop_due(self.time.now):
-            self.counts.promotions_cut += len(job.keys)
+            self.counts.loads_abandoned += len(job.keys)
             self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
         now = self.time.now
         cut = [job for job in self._loads if job.has_lost_patience(now)]
         for job in cut:
-            self.counts.promotions_cut += len(job.keys)
+            self.counts.loads_abandoned += len(job.keys)
             self._loads.pacing.given_up(job.backlog, now - job.started, now)
         self._abandon(self._loads, cut)
 
@@ -380,7 +380,7 @@ class TierLink(Actor):
     def _tier_broke(self, message: wire.TierBroke) -> None:
         """Disable the tier. Its threads may still be running, so slots stay as they are."""
         if not self._health.is_disabled:
-            self.counts.broke += 1
+            self.counts.crashes += 1
             self.log.post(
                 m.Notice(event="tier disabled", tier=self._tier_config.name, detail=message.reason)
             )

@@ -28,12 +28,12 @@ VERSION: Final = 1
 
 _TROUBLE: Final = {
     "breaker_opened": "breaker opened: {:,}",
-    "broke": "crashes: {:,}",
+    "crashes": "crashes: {:,}",
     "connections_lost": "connections lost: {:,}",
     "probes_timed_out": "lookups timed out: {:,}",
     "jobs_timed_out": "jobs timed out: {:,}",
     "failed": "blocks failed: {:,}",
-    "full": "blocks refused as full: {:,}",
+    "stores_rejected": "blocks refused as full: {:,}",
 }
 """Counters of a tier that is not healthy, in words."""
 

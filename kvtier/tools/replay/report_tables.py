@@ -16,7 +16,7 @@ TIER_FAULTS: Final = (
     "promotions_dropped",
     "damaged",
     "failed",
-    "full",
+    "stores_rejected",
     "jobs_timed_out",
     "probes_timed_out",
     "breaker_opened",

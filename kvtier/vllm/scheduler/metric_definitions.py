@@ -45,7 +45,7 @@ OWN_TIER_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "kvtier:tier_promotion_jobs": ("promotion_jobs", "Promotions sent to the tier."),
     "kvtier:tier_cascade_jobs": ("cascade_jobs", "Cascades sent to the tier."),
     "kvtier:tier_load_misses": (
-        "absent",
+        "load_misses",
         "Blocks that a load did not find, though the tier had reported them.",
     ),
     "kvtier:tier_damaged": (
@@ -56,7 +56,7 @@ OWN_TIER_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
         "failed",
         "Blocks whose load or store failed at the medium.",
     ),
-    "kvtier:tier_stores_rejected": ("full", "Blocks that a tier had no room for."),
+    "kvtier:tier_stores_rejected": ("stores_rejected", "Blocks that a tier had no room for."),
     "kvtier:tier_stores_deferred": (
         "stores_deferred",
         "Blocks whose write was deferred because the tier was failing, full or backlogged.",
@@ -74,11 +74,11 @@ OWN_TIER_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
         "Blocks not loaded from a tier that is sick or has too much to do.",
     ),
     "kvtier:tier_loads_abandoned": (
-        "promotions_cut",
+        "loads_abandoned",
         "Blocks whose load took longer than computing them; their requests went on without.",
     ),
     "kvtier:tier_loads_cancelled": (
-        "promotions_withdrawn",
+        "loads_cancelled",
         "Blocks that were to be loaded, and were not when their request ended or went on.",
     ),
     "kvtier:tier_load_expected_seconds": (
@@ -118,7 +118,7 @@ OWN_TIER_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
         "How often a tier lost the server that it needs.",
     ),
     "kvtier:tier_crashes": (
-        "broke",
+        "crashes",
         "How often a tier was disabled because its own code raised, or its process ended.",
     ),
 }
@@ -142,7 +142,7 @@ OWN_PRIMARY_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
         "Eviction policies that raised or named no block; lru took their place.",
     ),
     "kvtier:primary_blocks_recomputed": (
-        "blocks_declined",
+        "blocks_recomputed",
         "Blocks that tiers have, as far as known, and that were recomputed as that is faster.",
     ),
     "kvtier:primary_requests_waited": (

@@ -35,7 +35,7 @@ def test_a_tier_that_is_faster_than_computing_is_loaded_from() -> None:
     story = Decided(block_s=0.001)
     assert story.look_up() == [FILLING] * LENGTH
     assert story.counts.loads_decided == 1
-    assert story.counts.blocks_declined == 0
+    assert story.counts.blocks_recomputed == 0
 
 
 def test_a_tier_that_is_slower_than_computing_is_not_asked_for_anything() -> None:
@@ -45,7 +45,7 @@ def test_a_tier_that_is_slower_than_computing_is_not_asked_for_anything() -> Non
     assert story.look_up() == [ABSENT]
     story.facade.step_end()
     assert story.facade.get_finished() == 0
-    assert (story.counts.recomputes_decided, story.counts.blocks_declined) == (1, LENGTH)
+    assert (story.counts.recomputes_decided, story.counts.blocks_recomputed) == (1, LENGTH)
     assert (story.counts.evictions, story.tier.queries) == (evictions, queries)
 
 
@@ -152,7 +152,7 @@ def test_a_request_waits_no_longer_than_computing_takes(block_s: float | None) -
     ):
         story.let_pass(seconds)
         assert story.look_up(begins=False) == expected
-    assert (story.tier.promotions_cut, story.tier.jobs_timed_out) == (LENGTH, 0)
+    assert (story.tier.loads_abandoned, story.tier.jobs_timed_out) == (LENGTH, 0)
     story.end()
     assert story.look_up("next") == [ABSENT], "the next request waits for it again"
 
@@ -163,7 +163,7 @@ def test_a_load_that_was_cut_is_no_failure_of_its_tier_until_it_is_late() -> Non
     story.look_up()
     story.facade.step_end()
     story.let_pass(1.0)
-    assert story.tier.promotions_cut == LENGTH
+    assert story.tier.loads_abandoned == LENGTH
     assert link.audit().breaker is BreakerState.CLOSED
     story.let_pass(10.0)
     assert story.tier.jobs_timed_out == 1
@@ -207,7 +207,7 @@ def test_a_request_that_was_not_decided_for_waits_until_the_deadline() -> None:
     story.facade.step_end()
     story.let_pass(9.9)
     assert story.look_up(begins=False) == [FILLING] * LENGTH
-    assert story.tier.promotions_cut == 0
+    assert story.tier.loads_abandoned == 0
 
 
 def test_who_loads_nothing_waits_for_what_has_left_the_primary_tier_since() -> None:
@@ -221,11 +221,11 @@ def test_who_loads_nothing_waits_for_what_has_left_the_primary_tier_since() -> N
     assert [story.facade.lookup_state(key, "r") for key in head] == [FILLING] * len(head)
     story.facade.step_end()
     story.let_pass(0.001)
-    assert story.tier.promotions_cut == 0
+    assert story.tier.loads_abandoned == 0
     story.answer_all()
     assert story.look_up(begins=False) == [READY] * len(head) + [ABSENT]
     assert story.counts.recomputes_decided == 1
-    assert story.counts.blocks_declined == len(rest)
+    assert story.counts.blocks_recomputed == len(rest)
 
 
 # --- exploring ---
@@ -251,7 +251,7 @@ def test_who_explores_waits_only_for_a_small_share_of_what_it_computes_anyway() 
     story.facade.step_end()
     story.let_pass(EXPLORING_SHARE * LENGTH * CHUNK / SPEED + 1e-4)
     assert story.look_up("explores", begins=False) == [ABSENT]
-    assert story.tier.promotions_cut == EXPLORED_BLOCKS_MAX
+    assert story.tier.loads_abandoned == EXPLORED_BLOCKS_MAX
 
 
 @pytest.mark.parametrize("interval_s", [0.0, FIRST_S])

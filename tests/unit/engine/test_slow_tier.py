@@ -202,7 +202,7 @@ def test_what_nobody_waits_for_any_more_is_not_read(how: str) -> None:
     slow.facade.step_end()
     slow.serve(2 + 3)
     assert slow.loaded == [*slow.keys[:2], *slow.keys[30:33]]
-    assert counts_of(slow.story).promotions_withdrawn == 18
+    assert counts_of(slow.story).loads_cancelled == 18
     seen = slow.story.primary
     assert (seen.filling_from_tiers_slots, seen.quarantined_slots) == (0, 0)
     assert slow.facade.lookup_states(slow.keys[30:33], "stays") == [READY] * 3
@@ -239,7 +239,7 @@ def test_a_request_waits_no_longer_than_it_may_and_that_is_no_failure() -> None:
     slow.serve(4)
     slow.pass_time(1.1)
     assert slow.facade.lookup_states(slow.keys[:20], "r") == [*[READY] * 4, ABSENT]
-    assert counts_of(slow.story).promotions_cut == 16
+    assert counts_of(slow.story).loads_abandoned == 16
     assert slow.breakers == {"CLOSED"}
 
 

@@ -41,7 +41,7 @@ def test_a_full_tier_is_given_nothing_to_store_for_a_while() -> None:
     full, later, again = keys_of(1, b"f"), keys_of(1, b"l"), keys_of(1, b"a")
     cascade(story, full)
     assert stored(story, Outcome.FULL) == full
-    assert counts_of(story).full == 1
+    assert counts_of(story).stores_rejected == 1
     story.let_pass(4.9)
     cascade(story, later)
     assert stored(story) == []
@@ -151,7 +151,12 @@ def test_what_was_read_is_counted_by_blocks_and_outcomes() -> None:
     assert counts.write_bytes == written
     assert (counts.promotion_jobs, counts.promotion_jobs_failed) == (1, 1)
     assert counts.cascade_jobs_failed == 0
-    assert (counts.absent, counts.damaged, counts.failed, counts.full) == (1, 1, 1, 0)
+    assert (counts.load_misses, counts.damaged, counts.failed, counts.stores_rejected) == (
+        1,
+        1,
+        1,
+        0,
+    )
     assert (counts.queries, counts.hits) == (4, 4)
     assert link_of(story).promotion_seconds.drain() == [(0.0, False)]
 
@@ -166,7 +171,12 @@ def test_what_was_written_is_counted_by_blocks_and_outcomes() -> None:
     assert (counts.read_bytes, counts.read_seconds) == (0, 0)
     assert (counts.cascade_jobs, counts.cascade_jobs_failed) == (1, 1)
     assert (counts.promotion_jobs, counts.promotion_jobs_failed) == (0, 0)
-    assert (counts.full, counts.failed, counts.absent, counts.damaged) == (1, 1, 0, 0)
+    assert (counts.stores_rejected, counts.failed, counts.load_misses, counts.damaged) == (
+        1,
+        1,
+        0,
+        0,
+    )
     assert set(story.runtime.primary.audit().directory.known) == {keys_of(1)[0]}
 
 
@@ -234,7 +244,7 @@ def test_a_tier_that_breaks_is_disabled_and_its_loads_are_given_up() -> None:
     assert story.facade.lookup_state(keys[0], "r") is BlockState.ABSENT
     assert story.facade.lookup_state(UNKNOWN, "r") is BlockState.ABSENT
     assert look_up(story, keys[1], "later") is BlockState.ABSENT
-    assert counts_of(story).broke == 1
+    assert counts_of(story).crashes == 1
     said = [(notice.event, notice.detail) for notice in story.runtime.cell.notices]
     assert said == [("tier disabled", "a bug")]
     assert (story.primary.quarantined_slots, story.primary.pinned_slots) == (1, 1)

@@ -239,7 +239,7 @@ def test_a_bounded_tier_takes_the_room_of_old_generations_back() -> None:
     engine.store(KEYS)
     engine.empty_dram()
     assert engine.hits(KEYS) == 8
-    assert engine.facade.statistics().tiers[0].counts.full == 0
+    assert engine.facade.statistics().tiers[0].counts.stores_rejected == 0
     assert engine.facade.close() is True
 
 

@@ -125,7 +125,7 @@ def test_a_tier_that_broke_serves_again(tmp_path: Path, monkeypatch: pytest.Monk
         patch.setattr(UnboundedTier, "_start_batches", broken)
         runtime.facade.reset()
         assert runtime.hits(KEYS[:1], "while it breaks") == 0
-        runtime.until(lambda: runtime.facade.statistics().tiers[0].counts.broke)
+        runtime.until(lambda: runtime.facade.statistics().tiers[0].counts.crashes)
     runtime.until(lambda: runtime.facade.statistics().tiers[0].breaker == "CLOSED")
     assert runtime.hits(KEYS[:2], "after it") == 2
     assert runtime.facade.statistics().primary.quarantined_slots == 0

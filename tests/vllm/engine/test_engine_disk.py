@@ -174,7 +174,7 @@ def wait_until_back(running: Engine) -> None:
     def is_back() -> bool:
         facade.get_finished()
         (tier,) = facade.statistics().tiers
-        return bool(tier.counts.broke) and tier.breaker == "CLOSED"
+        return bool(tier.counts.crashes) and tier.breaker == "CLOSED"
 
     until(is_back, facade.statistics)
 
