@@ -197,10 +197,10 @@ def test_every_option_has_a_row_with_its_bounds(kind: str | None) -> None:
 
 
 def test_the_tables_of_options_are_those_that_the_code_makes() -> None:
-    maker = hook("write_configuration")
+    maker = hook("write_reference")
     for page in maker.PAGES.rglob("*.md"):
         text = page.read_text()
-        assert maker.made(text) == text, f"{page} is stale: run python docs/write_configuration.py"
+        assert maker.made(text) == text, f"{page} is stale: run python docs/write_reference.py"
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -209,7 +209,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 @pytest.mark.parametrize("kind", PROJECT["entry-points"][BACKENDS])
 def test_every_type_of_tier_has_a_page_with_its_options_that_readers_find(kind: str) -> None:
     page = (TIERS / f"{kind}.md").read_text()
-    assert "<!-- made by docs/write_configuration.py: kvtier" in page
+    assert "<!-- made by docs/write_reference.py: kvtier" in page
     assert f"](../reference/tiers/{kind}.md)" in (DOCS / "how-to/choose-a-tier.md").read_text()
 
 

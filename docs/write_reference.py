@@ -3,7 +3,7 @@
 They stand in the pages, between marks that name the class that has the fields, so that a page
 is whole wherever it is read. After a change of an option, or of its text::
 
-    python docs/write_configuration.py
+    python docs/write_reference.py
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ENGINES: Final = {
     "kvtier": {key: option for key, option in _RUNTIME.items() if key not in OF_VLLM},
 }
 _MADE: Final = re.compile(
-    r"^(<!-- made by docs/write_configuration.py: ([\w.]+) -->\n).*?^(<!-- end -->)$",
+    r"^(<!-- made by docs/write_reference.py: ([\w.]+) -->\n).*?^(<!-- end -->)$",
     re.MULTILINE | re.DOTALL,
 )
 _WORDS: Final[dict[object, str]] = {
