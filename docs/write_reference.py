@@ -1,7 +1,7 @@
-"""Writes the tables of options in the reference from the fields that are read.
+"""Writes the reference's tables of options and metrics from their declarations.
 
-They stand in the pages, between marks that name the class that has the fields, so that a page
-is whole wherever it is read. After a change of an option, or of its text::
+They stand in the pages, between marks that name the class that declares them, so that a page
+is whole wherever it is read. After a change of an option or a metric, or of its text::
 
     python docs/write_reference.py
 """
@@ -16,12 +16,19 @@ import sys
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
+from kvtier.core.metrics import backend_definitions, primary_definitions, tier_definitions
+from kvtier.plugin_api.backend import Backend
 from kvtier.plugin_api.option_fields import OptionField, options_of
 from kvtier.plugin_api.options import INTEGER_MAX, REQUIRED, SECONDS_MAX, Options
 from kvtier.settings.extra_config import VLLMOptions
 from kvtier.settings.runtime_config import RuntimeConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvtier.core.metrics import Definition
 
 PAGES: Final = Path(__file__).parent / "reference"
 OF_VLLM: Final = ("eviction_policy", "store_threshold", "max_tracker_size")
@@ -71,10 +78,26 @@ def made(page: str) -> str:
 
 
 def _table(name: str, page: str) -> str:
-    rows = ["| key | default | values | meaning |", "|---|---|---|---|"]
+    if name == primary_definitions.__module__:
+        return _metrics(primary_definitions() | tier_definitions())
     module, _, kind = name.rpartition(".")
-    table = _rows(getattr(import_module(module), kind)) if module else _ENGINES[name]
-    for key, (option, about) in table.items():
+    declares = getattr(import_module(module), kind) if module else None
+    if isinstance(declares, type) and issubclass(declares, Backend):
+        return _metrics(backend_definitions(declares.type_name, declares.metrics))
+    return _options(_ENGINES[name] if declares is None else _rows(declares), page)
+
+
+def _metrics(definitions: Mapping[str, Definition]) -> str:
+    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for each in definitions.values():
+        meaning = each.help[0].lower() + each.help[1:].rstrip(".")
+        rows.append(f"| `{each.name}` | {each.kind} | {', '.join(each.labels)} | {meaning} |")
+    return "\n".join(rows)
+
+
+def _options(options: Rows, page: str) -> str:
+    rows = ["| key | default | values | meaning |", "|---|---|---|---|"]
+    for key, (option, about) in options.items():
         shown = f"`{key}`"
         if f"## {shown}\n" in page:
             shown = f"[{shown}](#{key})"

@@ -23,12 +23,15 @@ from kvtier.plugin_api.backend import (
     Outcome,
     StoreBlock,
 )
+from kvtier.plugin_api.metrics import CAPACITY_BYTES, USED_BYTES, Counter, Gauge
 from kvtier.plugin_api.options import Options
 from kvtier.plugin_api.slot_memory import machine_memory_bytes
 from kvtier_backends.faults import FaultScript, OperationFaults
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from kvtier.plugin_api.metrics import BackendMetric
 
 _PARTS_MAX = 16
 
@@ -59,6 +62,12 @@ class MemoryBackend(Backend):
     """
 
     type_name: ClassVar[str] = "memory"
+    metrics: ClassVar[Mapping[str, BackendMetric]] = {
+        "capacity_bytes": CAPACITY_BYTES,
+        "used_bytes": USED_BYTES,
+        "blocks": Gauge("Blocks that the tier holds."),
+        "stores_full": Counter("Blocks that the tier had no room for."),
+    }
     medium: ClassVar[str] = "CPU"
 
     def __init__(
@@ -68,7 +77,6 @@ class MemoryBackend(Backend):
             load_batches_max=_PARTS_MAX,
             store_batches_max=_PARTS_MAX,
             capacity_blocks=capacity_blocks,
-            levels=frozenset(["blocks"]),
         )
         self.faults = FaultScript() if faults is None else faults
         self._block_bytes = context.block_bytes
@@ -145,8 +153,13 @@ class MemoryBackend(Backend):
         self._kept.clear()
 
     def counters(self) -> Mapping[str, int]:
-        """Return ``blocks`` (kept now) and ``stores_full`` (refused so far)."""
-        return {"blocks": len(self._kept), "stores_full": self._stores_full}
+        """Return how full the memory is, and how much was refused so far."""
+        return {
+            "capacity_bytes": self._capacity_blocks * self._block_bytes,
+            "used_bytes": len(self._kept) * self._block_bytes,
+            "blocks": len(self._kept),
+            "stores_full": self._stores_full,
+        }
 
     def _load_one(self, block: LoadBlock, hit: bool) -> Loaded:  # noqa: FBT001 - one call site
         self._check_length(block.buffer)

@@ -5,8 +5,7 @@ a hung call holds. So it is called in a thread of its own, in the tier's cell, a
 the result is posted to the link: no caller blocks on it.
 
 A new life of the cell has a new backend, which counts from 0 again. The link
-adds up the lives, so that counters only grow. Levels (values that go up and down,
-named in ``BackendTraits.levels``) are shown as they are.
+adds up the lives, so that counters only grow. Gauges are shown as they are.
 """
 
 from __future__ import annotations
@@ -39,13 +38,21 @@ LAST_WAIT_S: Final = 0.2
 
 
 class Counting:
-    """Reports a backend's counters to the link. Loop thread only."""
+    """Reports a backend's counters and gauges to the link. Loop thread only."""
 
-    def __init__(self, name: str, counters: Callable[[], dict[str, int]], link: Mailbox) -> None:
+    def __init__(
+        self,
+        name: str,
+        counters: Callable[[], dict[str, int]],
+        gauges: Container[str],
+        link: Mailbox,
+    ) -> None:
+        """``gauges``: names in ``counters`` of values that go up and down."""
         self._counters = counters
+        self._gauges = gauges
         self._link = link
         self._threads = DaemonThreads(1, f"kvtier-{name}-counters")
-        self._reported: dict[str, int] = {}
+        self._reported = wire.Counted(counters={})
         self._wanted = asyncio.Event()
 
     def want(self) -> None:
@@ -55,65 +62,67 @@ class Counting:
     async def go_on(self) -> None:
         """Poll and report, until cancelled."""
         while True:
-            await self._tell()
+            await self._report()
             await anyio.sleep(COUNT_PAUSE_S)
             with anyio.move_on_after(COUNT_PAUSE_S_MAX - COUNT_PAUSE_S):
                 await self._wanted.wait()
             self._wanted.clear()
 
-    async def levels(self, names: Container[str]) -> dict[str, int]:
-        """Return the counters that have these names; none if that takes too long."""
+    async def gauges(self) -> dict[str, int]:
+        """Return the gauges; none if that takes too long."""
         with suppress(OSError), anyio.move_on_after(FIRST_WAIT_S):
-            counted = await self._threads.run(self._counters)
-            return {name: count for name, count in counted.items() if name in names}
+            return (await self._count()).gauges
         return {}
 
     async def end(self) -> None:
         """Poll and report a last time, if that takes no longer than ``LAST_WAIT_S``."""
         with anyio.move_on_after(LAST_WAIT_S):
-            await self._tell()
+            await self._report()
         self._threads.stop()
 
-    async def _tell(self) -> None:
+    async def _report(self) -> None:
         with suppress(OSError):  # no thread can be started: perhaps the next time
-            counted = await self._threads.run(self._counters)
+            counted = await self._count()
             if counted != self._reported:
                 self._reported = counted
-                self._link.post(wire.Counted(counters=counted))
+                self._link.post(counted)
+
+    async def _count(self) -> wire.Counted:
+        counters = await self._threads.run(self._counters)
+        gauges = {name: counters.pop(name) for name in [*counters] if name in self._gauges}
+        return wire.Counted(counters, gauges)
 
 
 class BackendCounts:
     """Adds up the counters of one tier's backends, one life after the other."""
 
     def __init__(self) -> None:
-        self.levels: frozenset[str] = frozenset()
-        self.total: Mapping[str, int] = {}  #: replaced, never changed
+        self.counters: Mapping[str, int] = {}  #: of all lives; replaced, never changed
+        self.gauges: Mapping[str, int] = {}  #: of this life
         self._ended: dict[str, int] = {}  # counted in lives that are over
         self._reported: Mapping[str, int] = {}  # in this life
 
-    def learn_levels(self, names: frozenset[str]) -> None:
-        """Learn the names of the levels: values that go up and down."""
-        self.levels = names
-
-    def add(self, reported: Mapping[str, int]) -> None:
-        """Take in the counts of this life's backend so far."""
+    def add(self, counted: wire.Counted) -> None:
+        """Take in what this life's backend has counted so far."""
+        reported = counted.counters
         for name, count in self._reported.items():
             # A count that fell restarts, as if in another life.
-            if name not in self.levels and reported.get(name, count) < count:
+            if reported.get(name, count) < count:
                 self._ended[name] = self._ended.get(name, 0) + count
         self._reported = {**self._reported, **reported}
+        self.gauges = counted.gauges
         self._add_up()
 
     def restart(self) -> None:
-        """Note that another life begins, whose levels are not known yet."""
+        """Note that another life begins, whose gauges are not known yet."""
         for name, count in self._reported.items():
-            if name not in self.levels:
-                self._ended[name] = self._ended.get(name, 0) + count
+            self._ended[name] = self._ended.get(name, 0) + count
         self._reported = {}
+        self.gauges = {}
         self._add_up()
 
     def _add_up(self) -> None:
-        total = dict(self._ended)
-        for name, count in self._reported.items():
-            total[name] = count if name in self.levels else total.get(name, 0) + count
-        self.total = total
+        names = self._ended.keys() | self._reported.keys()
+        self.counters = {
+            name: self._ended.get(name, 0) + self._reported.get(name, 0) for name in names
+        }

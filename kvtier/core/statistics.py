@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping  # noqa: TC003 - msgspec resolves the annotations
-from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, Generic, Self, TypeVar
 
 import msgspec
 from msgspec.structs import asdict, replace
 
 from kvtier.plugin_api.backend import Outcome
+from kvtier.plugin_api.metrics import Counter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,70 +27,143 @@ OBSERVATIONS_MAX: Final = 10_000
 
 
 class Counts(msgspec.Struct):
-    """Counters: attributes, so that a renamed one is an error wherever it is read."""
+    """Counters: attributes, so that a renamed one is an error wherever it is read.
+
+    Each is declared with the help text of its metric, from which ``kvtier/core/metrics.py`` makes
+    the metric's definition, and that the row in the reference.
+    """
 
     def snapshot(self) -> Self:
         """Return the counters as they are now."""
         return replace(self)
 
 
+def _decision(outcome: str) -> Counter:
+    return Counter(
+        "Decisions whether a request loads what tiers have, by outcome.",
+        name="load_decisions",
+        labels=(("outcome", outcome),),
+    )
+
+
 class PrimaryCounts(Counts):
     """Counted by the primary tier, in blocks unless the name says otherwise."""
 
-    # Keys looked up, once a request and key; counted when the request loads, stores or ends.
-    queries: int = 0
-    hits: int = 0  # of these, READY at once
-    evictions: int = 0
-    promotions_refused: int = 0  # lookups that returned ABSENT for want of a slot
-    stores_skipped: int = 0  # below store_threshold
-    stores_dropped: int = 0  # no room
-    late_blocks_kept: int = 0  # that tiers delivered when no request waited for them any more
-    unknown_completions: int = 0
-    policies_replaced: int = 0  # eviction policies that raised, or whose victims were unusable
+    queries: Annotated[int, Counter("Blocks looked up, once a request.", in_vllm=True)] = 0
+    hits: Annotated[int, Counter("Of these, blocks that were readable at once.", in_vllm=True)] = 0
+    evictions: Annotated[int, Counter("Blocks evicted from the primary tier.")] = 0
+    promotions_refused: Annotated[
+        int, Counter("Lookups that missed as no slot was free.", in_vllm=True)
+    ] = 0
+    stores_skipped: Annotated[int, Counter("Blocks below store_threshold.", in_vllm=True)] = 0
+    stores_dropped: Annotated[
+        int, Counter("Blocks not stored because no slot of the primary tier was free.")
+    ] = 0
+    late_blocks_kept: Annotated[
+        int,
+        Counter(
+            "Blocks that tiers delivered after their request had gone on; others may use them."
+        ),
+    ] = 0
+    unknown_completions: Annotated[
+        int, Counter("Loads and stores completed by the engine that never began.")
+    ] = 0
+    policies_replaced: Annotated[
+        int, Counter("Eviction policies that raised or named no block; lru took their place.")
+    ] = 0
     # Decisions whether a request loads or recomputes, one per request and wait.
-    loads_decided: int = 0  # all that tiers have
-    cuts_decided: int = 0  # the head from tiers, the tail recomputed
-    recomputes_decided: int = 0  # nothing from tiers
-    explorations_decided: int = 0  # a few blocks, to measure how fast a tier is now
-    blocks_recomputed: int = 0  # that tiers have, as far as known, but that were recomputed
-    requests_waited: int = 0  # until others release the slots that their loads need
-    prefill_expected_seconds: float = 0.0  # of steps that computed prompts, one by one
-    prefill_seconds: float = 0.0  # of the same steps
+    loads_decided: Annotated[int, _decision("load")] = 0  # all that tiers have
+    cuts_decided: Annotated[int, _decision("cut")] = 0  # the head from tiers, the tail recomputed
+    recomputes_decided: Annotated[int, _decision("recompute")] = 0  # nothing from tiers
+    # A few blocks, to measure how fast a tier is now.
+    explorations_decided: Annotated[int, _decision("explore")] = 0
+    blocks_recomputed: Annotated[
+        int, Counter("Blocks that tiers have, as far as known, recomputed because that is faster.")
+    ] = 0
+    requests_waited: Annotated[
+        int,
+        Counter("Requests that waited for slots held by others, as that beats recomputing."),
+    ] = 0
+    prefill_expected_seconds: Annotated[
+        float,
+        Counter(
+            "Time that steps which computed prompts were expected to take.",
+            name="prefill_expected_seconds",
+        ),
+    ] = 0.0
+    prefill_seconds: Annotated[
+        float, Counter("Time that the same steps took.", name="prefill_seconds")
+    ] = 0.0
 
 
 class TierCounts(Counts):
     """Counted by one tier's link, in blocks unless the name says otherwise."""
 
-    queries: int = 0
-    hits: int = 0
-    read_bytes: int = 0
-    read_seconds: float = 0.0
-    write_bytes: int = 0
-    write_seconds: float = 0.0
-    promotion_jobs: int = 0
-    promotion_jobs_failed: int = 0  # at least one block did not arrive
-    cascade_jobs: int = 0
-    cascade_jobs_failed: int = 0
-    load_misses: int = 0  # a load found nothing
-    damaged: int = 0  # a load found bytes that fail their check
-    failed: int = 0  # the medium failed, load or store
-    stores_rejected: int = 0  # a store found no room
-    stores_deferred: int = 0  # not stored now, and offered again while they are here
-    cascades_dropped: int = 0  # deferred, and gone before the tier had room for them
-    cascades_refused: int = 0  # by the tier's admission policy
-    promotions_dropped: int = 0
-    loads_abandoned: int = 0  # of requests that lost patience
-    loads_cancelled: int = 0  # not sent yet when their request ended or was scheduled
-    load_expected_seconds: float = 0.0  # of promotion jobs that ended
-    load_seconds: float = 0.0  # of the same jobs, from when they were sent
-    jobs_timed_out: int = 0  # jobs
-    probes_timed_out: int = 0  # probes
-    late_completions: int = 0  # jobs and probes that ended when no request waited any more
-    unknown_completions: int = 0  # duplicate, or never requested
-    policies_replaced: int = 0  # eviction policies that raised, over all cells so far
-    breaker_opened: int = 0
-    connections_lost: int = 0
-    crashes: int = 0
+    queries: Annotated[int, Counter("Blocks that a probe asked for.", in_vllm=True)] = 0
+    hits: Annotated[int, Counter("Blocks that the tier was asked to load.", in_vllm=True)] = 0
+    read_bytes: Annotated[int, Counter("Bytes loaded.", in_vllm=True)] = 0
+    read_seconds: Annotated[float, Counter("Time spent on loads.", in_vllm=True)] = 0.0
+    write_bytes: Annotated[int, Counter("Bytes stored.", in_vllm=True)] = 0
+    write_seconds: Annotated[float, Counter("Time spent on stores.", in_vllm=True)] = 0.0
+    promotion_jobs: Annotated[int, Counter("Promotions sent to the tier.")] = 0
+    promotion_jobs_failed: Annotated[
+        int, Counter("Promotions that lack a block.", in_vllm=True)
+    ] = 0
+    cascade_jobs: Annotated[int, Counter("Cascades sent to the tier.")] = 0
+    cascade_jobs_failed: Annotated[int, Counter("Cascades that lost a block.", in_vllm=True)] = 0
+    load_misses: Annotated[
+        int, Counter("Blocks that a load did not find, though the tier had reported them.")
+    ] = 0
+    damaged: Annotated[
+        int, Counter("Blocks whose bytes failed their check; each was treated as a miss.")
+    ] = 0
+    failed: Annotated[int, Counter("Blocks whose load or store failed at the medium.")] = 0
+    stores_rejected: Annotated[int, Counter("Blocks that the tier had no room for.")] = 0
+    stores_deferred: Annotated[
+        int,
+        Counter("Blocks whose write was deferred: the tier was failing, full or backlogged."),
+    ] = 0
+    cascades_dropped: Annotated[
+        int, Counter("Deferred blocks that left host memory before the tier had room for them.")
+    ] = 0
+    cascades_refused: Annotated[
+        int, Counter("Blocks that the tier's admission policy did not admit.")
+    ] = 0
+    promotions_dropped: Annotated[
+        int, Counter("Blocks not loaded because the tier was failing or backlogged.")
+    ] = 0
+    loads_abandoned: Annotated[
+        int, Counter("Blocks whose load took longer than computing them; requests went on without.")
+    ] = 0
+    loads_cancelled: Annotated[
+        int, Counter("Blocks whose load was not sent yet when their request ended or went on.")
+    ] = 0
+    load_expected_seconds: Annotated[
+        float, Counter("Time that loads were expected to take, of those that ended.")
+    ] = 0.0
+    load_taken_seconds: Annotated[
+        float, Counter("Time that the same loads took, from when they were sent.")
+    ] = 0.0
+    jobs_timed_out: Annotated[
+        int, Counter("Jobs that hung: the tier ended none for too long, or only later ones.")
+    ] = 0
+    probes_timed_out: Annotated[
+        int, Counter("Probes that hung: the tier ended none for too long, or only later ones.")
+    ] = 0
+    late_completions: Annotated[
+        int, Counter("Jobs and probes that ended after their request had gone on, or twice.")
+    ] = 0
+    unknown_completions: Annotated[int, Counter("Completions of jobs that never existed.")] = 0
+    policies_replaced: Annotated[
+        int, Counter("Eviction policies of the tier that raised; lru took their place.")
+    ] = 0
+    breaker_opened: Annotated[
+        int, Counter("Times that a circuit breaker of the tier opened: loads, stores or probes.")
+    ] = 0
+    connections_lost: Annotated[int, Counter("Times that the tier lost its server.")] = 0
+    crashes: Annotated[
+        int, Counter("Times that the tier was disabled: its code raised, or its process ended.")
+    ] = 0
 
     def count_job(
         self, outcomes: Sequence[Outcome], block_bytes: int, seconds: float, *, is_load: bool
@@ -167,16 +241,26 @@ class TierStatistics(msgspec.Struct, frozen=True):
     counts: TierCounts  #: as they were then
     #: Of ``"probes"``, ``"loads"`` and ``"stores"`` those with a known speed.
     speeds: Mapping[str, TierSpeed] = msgspec.field(default_factory=dict)
-    #: The backend's own counters, as last reported; and which of them go up and down.
-    backend: Mapping[str, int] = msgspec.field(default_factory=dict)
-    backend_levels: frozenset[str] = frozenset()
+    #: The backend's own, as last reported.
+    backend_counters: Mapping[str, int] = msgspec.field(default_factory=dict)
+    backend_gauges: Mapping[str, int] = msgspec.field(default_factory=dict)
+
+
+class JobObservation(msgspec.Struct, frozen=True):
+    """One job that has ended."""
+
+    is_load: bool
+    is_whole: bool  #: whether each of its blocks is done
+    size_bytes: int  #: of the blocks that are done
+    seconds: float  #: from sending it until its end was noticed
+    backend_seconds: float  #: of these, at the backend
 
 
 class TierObservations(msgspec.Struct, frozen=True):
     """Single measurements of one tier since they were last drained."""
 
     probe_seconds: list[float]  #: one per probe: from sending it until the answer was taken in
-    promotion_seconds: list[tuple[float, bool]]  #: one per job: its length, and its success
+    jobs: list[JobObservation]
 
 
 class Observations(msgspec.Struct, frozen=True):
@@ -200,6 +284,6 @@ class Statistics(msgspec.Struct, frozen=True):
         counters.update((f"primary {name}", n) for name, n in asdict(self.primary.counts).items())
         for tier in self.tiers:
             counters.update((f"{tier.name} {name}", n) for name, n in asdict(tier.counts).items())
-            grows = tier.backend.keys() - tier.backend_levels
-            counters.update((f"{tier.name} backend {name}", tier.backend[name]) for name in grows)
+            backend = tier.backend_counters
+            counters.update((f"{tier.name} backend {name}", n) for name, n in backend.items())
         return counters

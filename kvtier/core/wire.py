@@ -206,9 +206,10 @@ class BlocksWanted(Message, frozen=True, gc=False):
 
 
 class Counted(Message, frozen=True):
-    """Counters of the tier's backend so far, in this life of its cell."""
+    """Counters of the tier's backend so far, in this life of its cell, and its gauges."""
 
     counters: dict[str, int]
+    gauges: dict[str, int] = {}
 
 
 class PolicyBroke(Message, frozen=True, gc=False):

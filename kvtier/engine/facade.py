@@ -456,7 +456,7 @@ class SchedulerFacade:
         tiers = tuple(
             TierObservations(
                 probe_seconds=link.probe_seconds.drain(),
-                promotion_seconds=link.promotion_seconds.drain(),
+                jobs=link.ended_jobs.drain(),
             )
             for link in self._links
         )

@@ -81,9 +81,9 @@ class Refused(wire.Message, frozen=True, gc=False):
 
 
 class Opened(wire.Message, frozen=True):
-    """The backend is open. ``levels``: those of its counters that go up and down."""
+    """The backend is open."""
 
-    levels: dict[str, int]
+    gauges: dict[str, int]
 
 
 class Logged(wire.Message, frozen=True):

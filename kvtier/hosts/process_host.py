@@ -256,7 +256,7 @@ class TierProcess(TierHost):
         elif isinstance(message, wire.TierBroke):
             self._say_broke(message.reason)
         elif isinstance(message, Opened):
-            self._opening.opened(self.place, self.traits, message.levels)
+            self._opening.opened(self.place, self.traits, message.gauges)
         else:
             if isinstance(message, wire.ProbeAnswer | wire.JobEnded):
                 self._owed -= 1

@@ -86,9 +86,9 @@ class Outbox:
             self._loop.call_soon(self._send)
         return True
 
-    def say_opened(self, levels: Mapping[str, int]) -> None:
-        """Report that the backend is open, with the levels among its counters."""
-        self.post(Opened(levels=dict(levels)))
+    def say_opened(self, gauges: Mapping[str, int]) -> None:
+        """Report that the backend is open, with its gauges."""
+        self.post(Opened(gauges=dict(gauges)))
 
     def say(self, level: Level, event: str, fields: Fields) -> None:
         """Send a line of the log. Any thread."""

@@ -47,11 +47,11 @@ class Opening:
             self._began_s = time.monotonic()
 
     def opened(
-        self, place: str | None, traits: BackendTraits | None, levels: Mapping[str, int]
+        self, place: str | None, traits: BackendTraits | None, gauges: Mapping[str, int]
     ) -> None:
         """Log that the tier is open, with its place, its backend's contents and the duration.
 
-        ``levels``: those of the backend's counters that go up and down. Does nothing
+        ``gauges``: the backend's. Does nothing
         if it has been logged since the tier last broke.
         """
         if self.is_open:
@@ -62,7 +62,7 @@ class Opening:
             fields["place"] = place
         if traits is not None and traits.capacity_blocks is not None:
             fields["capacity_blocks"] = traits.capacity_blocks
-        fields.update(levels, seconds=round(time.monotonic() - self._began_s, 3))
+        fields.update(gauges, seconds=round(time.monotonic() - self._began_s, 3))
         if self._was_away:
             log.warning("tier is back", **fields)
         else:

@@ -244,10 +244,10 @@ class TierThread(TierHost):
         self._life.move(LifeEvent.FENCED)
         self._link.post(wire.TierFenced())
 
-    def _opened(self, levels: Mapping[str, int]) -> None:
+    def _opened(self, gauges: Mapping[str, int]) -> None:
         """Accept messages again, if this follows a cell that broke."""
         self._pause.opened()
-        self._opening.opened(self.place, self.traits, levels)
+        self._opening.opened(self.place, self.traits, gauges)
         if self._life.state is LifeState.REOPENING:
             self._life.move(LifeEvent.OPENED)
             self._link.post(wire.TierRestarted(traits=self.traits))

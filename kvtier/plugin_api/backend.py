@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvtier.plugin_api.keys import RequestId
+    from kvtier.plugin_api.metrics import BackendMetric
 
 DIGEST_BYTES = 16
 """Length of a ``block_digest``."""
@@ -176,9 +177,6 @@ class BackendTraits:
     """It needs a server, and reports its connection's state (``on_connection``). Until it has, it
     counts as ``CONNECTING``, and the engine's start waits for it, for ``startup_connect_timeout_s``
     at most."""
-    levels: frozenset[str] = frozenset()
-    """Names in ``counters`` of values that go up and down, such as the blocks there now. All others
-    only grow, from 0 at each ``open``."""
     probe_batches_max: int | None = None
     """How many ``probe`` calls may run at once. None: as many as ``load`` calls."""
     probe_batch_blocks_min: int = 16
@@ -268,6 +266,8 @@ class Backend(ABC):
     """Its preferred host, unless the tier's configuration says otherwise."""
     needs_engine: ClassVar[bool] = False
     """It is part of an engine (``BackendContext.engine``), and runs in that process alone."""
+    metrics: ClassVar[Mapping[str, BackendMetric]] = {}
+    """What ``counters`` returns: each becomes a metric of its own, ``kvtier:TYPE_NAME``."""
     traits: BackendTraits
 
     @classmethod
@@ -403,9 +403,9 @@ class Backend(ABC):
         return 0
 
     def counters(self) -> Mapping[str, int]:
-        """Return counts that only this backend knows, by name: what it has done, met or lost.
+        """Return the values of ``metrics``, by name: what it has done, met or lost.
 
-        Any thread may call it, also while calls run. Counters that go up and down
-        belong in ``traits.levels``.
+        Any thread may call it, also while calls run. A counter that is left out is 0; a gauge
+        that is left out is not known.
         """
         return {}

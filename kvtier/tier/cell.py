@@ -19,6 +19,7 @@ from kvtier.core import wire
 from kvtier.core.backend_counts import Counting
 from kvtier.core.policy_actor import PolicyActor
 from kvtier.plugin_api.log import printable
+from kvtier.plugin_api.metrics import gauges_in
 from kvtier.tier.backend_driver import BackendDriver
 from kvtier.tier.bounded_tier import BoundedTier
 from kvtier.tier.unbounded_tier import UnboundedTier
@@ -80,7 +81,7 @@ class TierCell:
         self.driver = BackendDriver(
             name, backend, memory, to_tier.post, may_announce, beside_scheduler=beside_scheduler
         )
-        self._counting = Counting(name, self.driver.counters, link)
+        self._counting = Counting(name, self.driver.counters, gauges_in(backend.metrics), link)
         self._tier: BoundedTier | UnboundedTier
         if make_policy is None:
             self._tier = UnboundedTier(name, backend.traits, link=link, driver=to_driver)
@@ -115,7 +116,7 @@ class TierCell:
     ) -> None:
         """Open the backend and deliver messages until the cell is to end.
 
-        ``opened`` is called once the backend is open, with the levels among its counters.
+        ``opened`` is called once the backend is open, with its gauges.
         ``is_ending``: end when nothing is at the backend;
         ``is_abandoned``: end now.
         """
@@ -133,7 +134,7 @@ class TierCell:
         self._backend.on_connection = self._tell_connection
         await self._backend.open()
         await self._backend.register_memory(self._memory.buffer)
-        opened(await self._counting.levels(self._backend.traits.levels))
+        opened(await self._counting.gauges())
         try:
             await self._serve(lambda: is_abandoned() or (is_ending() and self._has_finished()))
         except* _LifeEnds:

@@ -44,7 +44,7 @@ from kvtier.vllm.releases import positions_of
 from kvtier.vllm.relied_on import check_release
 from kvtier.vllm.scheduler.groups import in_token_order
 from kvtier.vllm.scheduler.kv_events import KVEvents, Place
-from kvtier.vllm.scheduler.metric_definitions import tier_metric_definitions, unregister_own_metrics
+from kvtier.vllm.scheduler.metric_definitions import prepare_front_end, tier_metric_definitions
 from kvtier.vllm.scheduler.metrics import TierExporter
 from kvtier.vllm.scheduler.tier_facts import TierFacts
 from kvtier.vllm.workarounds.connector_hooks import hook_connector
@@ -122,9 +122,8 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         staging = SlotMemory.anonymous(config.slot_count, block_bytes)
         # One of vLLM's tiers may be inside. It is built over the staging slots.
         self._hosting = HostingEngine(offloading_spec, staging)
-        self._metrics = TierExporter(
-            tier.name, self._watch, self._hosting.stats, definitions_of([options["tier"]])
-        )
+        hosted = definitions_of([options["tier"]])
+        self._metrics = TierExporter(tier, self._watch, self._hosting.stats, hosted)
         # The last calls that may raise: nothing would close the facade after a later error.
         know_adapters()
         know_media(trusts=config.media_ids == "trust")
@@ -236,7 +235,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
 
     def _collected(self) -> OffloadingConnectorStats | None:
         now = self._facade.statistics()
-        return self._metrics.collect(now.tiers[0], now.faults)
+        return self._metrics.collect(now.tiers[0], self._facade.drain_jobs(), now.faults)
 
     @classmethod
     @override
@@ -244,10 +243,10 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
         mark_contents()  # vLLM's front end calls this before it takes in requests
-        unregister_own_metrics()  # vLLM registers the metrics returned here
+        prepare_front_end()  # vLLM registers the metrics returned here
         tier = extra_config.get("tier")
-        hosted = definitions_of([tier]) if isinstance(tier, dict) else {}
-        return {**hosted, **tier_metric_definitions()}
+        tiers = [tier] if isinstance(tier, dict) else []
+        return {**definitions_of(tiers), **tier_metric_definitions(tiers)}
 
     @classmethod  # no @override: not every release has it
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:

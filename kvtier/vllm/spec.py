@@ -81,10 +81,10 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
         from kvtier.vllm.identity.media import mark_contents  # noqa: PLC0415 - not in workers
-        from kvtier.vllm.scheduler.metric_definitions import unregister_own_metrics  # noqa: PLC0415 - not in workers
+        from kvtier.vllm.scheduler.metric_definitions import prepare_front_end  # noqa: PLC0415 - not in workers
 
         mark_contents()  # vLLM's front end calls this before it takes in requests
-        unregister_own_metrics()  # vLLM registers the metrics returned here
+        prepare_front_end()  # vLLM registers the metrics returned here
         return cls.metrics(extra_config)
 
     @classmethod
@@ -96,8 +96,8 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         definitions: dict[str, OffloadingMetricMetadata] = super().build_metric_definitions(
             _without_tiers(for_vllm(extra_config))
         )
-        hosted = definitions_of(_tiers_in(extra_config))
-        return {**hosted, **definitions, **metric_definitions(extra_config)}
+        tiers = _tiers_in(extra_config)
+        return {**definitions_of(tiers), **definitions, **metric_definitions(tiers)}
 
     @classmethod  # no @override: not every release has it
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:

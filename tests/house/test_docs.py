@@ -94,7 +94,7 @@ def test_all_that_a_backend_may_have_is_on_the_page() -> None:
 
 def test_the_example_backend_tells_what_is_in_it(shelf: ModuleType) -> None:
     made = shelf.ShelfBackend(8)
-    assert made.counters().keys() == made.traits.levels == {"blocks"}
+    assert made.counters().keys() == made.metrics.keys() == {"blocks"}
 
 
 def test_the_example_test_of_a_backend_runs(shelf: ModuleType) -> None:
@@ -132,15 +132,6 @@ def test_described_defaults_are_those_of_the_code(key: str) -> None:
         f"| `{key}` | {default:g} |".replace("1e+06", "1000000")
         in (DOCS / "reference/configuration.md").read_text()
     )
-
-
-def test_every_metric_is_described() -> None:
-    """The page and the code name the same metrics of kvtier's own."""
-    # Read, as importing it would import vllm.
-    source = (ROOT / "kvtier/vllm/scheduler/metric_definitions.py").read_text()
-    own = set(re.findall(r'"(kvtier:\w+)"', source))
-    assert len(own) > 15
-    assert {row for row in described("reference/metrics.md") if row.startswith("kvtier:")} == own
 
 
 PAGES = sorted({*ROOT.glob("*.md"), *DOCS.glob("**/*.md"), *ROOT.glob("tests/*.md")})

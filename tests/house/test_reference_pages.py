@@ -206,6 +206,19 @@ def test_the_tables_of_options_are_those_that_the_code_makes() -> None:
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+COUNTED = re.compile(r"""\.(?:add|report)\(\s*(?:"(?:load|store)", )?"(\w+_\w+)\"""")
+SENT_BY_COMMANDS = {"requests_list"}
+
+
+@pytest.mark.parametrize("kind", ["disk", "fs", "mooncake", "redis", "s3"])
+def test_what_a_backend_counts_is_declared_as_a_metric(kind: str) -> None:
+    """What is not, is exported nowhere."""
+    folder = ROOT / "backends/kvtier_backends" / kind
+    counted = set(COUNTED.findall("".join(path.read_text() for path in folder.rglob("*.py"))))
+    assert len(counted) >= 5
+    assert counted - SENT_BY_COMMANDS <= backend_class(kind).metrics.keys()
+
+
 @pytest.mark.parametrize("kind", PROJECT["entry-points"][BACKENDS])
 def test_every_type_of_tier_has_a_page_with_its_options_that_readers_find(kind: str) -> None:
     page = (TIERS / f"{kind}.md").read_text()

@@ -117,9 +117,9 @@ class Engine:
         def is_told() -> bool:
             self.step()
             (tier,) = self.statistics().tiers
-            return bool(tier.backend.get(what) == wanted)
+            return {**tier.backend_counters, **tier.backend_gauges}.get(what) == wanted
 
-        until(is_told, lambda: self.statistics().tiers[0].backend)
+        until(is_told, lambda: self.statistics().tiers[0])
 
     def read(self, numbers: list[int]) -> list[int]:
         """Return which blocks were hits, from the first on; each must have its own bytes."""

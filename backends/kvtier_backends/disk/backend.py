@@ -62,6 +62,7 @@ from kvtier_backends.disk.log.index import BlockIndex, BulkLoad
 from kvtier_backends.disk.log.reader import stored_together
 from kvtier_backends.disk.log.regions import Budget, Regions, RegionState, regions_ahead
 from kvtier_backends.disk.log.tables import Identity
+from kvtier_backends.disk.metrics import METRICS
 from kvtier_backends.disk.offline.inspection import refuse_folder
 from kvtier_backends.disk.offline.purge_requests import answer_requests
 from kvtier_backends.disk.opened_files import NotAFile
@@ -71,6 +72,7 @@ from kvtier_backends.posix import PAGE_BYTES, filesystem_of, not_working, try_fo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from kvtier.plugin_api.metrics import BackendMetric
     from kvtier_backends.disk.disk_options import DiskOptions
 
 STORES_BESIDE_LOADS_FRACTION: Final = 0.25
@@ -99,6 +101,7 @@ class DiskBackend(Backend):
     """
 
     type_name: ClassVar[str] = "disk"
+    metrics: ClassVar[Mapping[str, BackendMetric]] = METRICS
     medium: ClassVar[str] = "STORAGE"
     isolation: ClassVar[Isolation] = "process"
 
@@ -296,6 +299,9 @@ class DiskBackend(Backend):
             counts["blocks"] = len(log.index)
             counts["regions_free"] = log.regions.free_count
             counts["regions_retired"] = log.regions.count_in(RegionState.RETIRED)
+            counts["capacity_bytes"] = log.regions.count * self._region_bytes
+            in_use = log.regions.count - log.regions.free_count
+            counts["used_bytes"] = in_use * self._region_bytes
         return counts
 
     # --- beginning ---
@@ -303,6 +309,7 @@ class DiskBackend(Backend):
     async def _begin(self, verdict: Verdict, blocks_max: int) -> BlockLog:
         """Open the folder, and keep the newest ``blocks_max`` of its blocks."""
         plan, geometry = verdict.plan, verdict.plan.geometry
+        self._region_bytes = geometry.region_bytes
         superblock, counts = await self._threads.run(partial(prepare_folder, self._path, verdict))
         self._superblock = SuperblockCopy(self._claim, superblock)
         device = FileDevice(

@@ -35,5 +35,4 @@ def disk_traits(block_bytes: int, io_depth: int, capacity_blocks: int) -> Backen
         store_batch_blocks_min=batch_blocks(BATCH_BYTES_WANTED),
         store_batch_blocks_max=batch_blocks(BATCH_BYTES_MAX),
         capacity_blocks=capacity_blocks,
-        levels=frozenset(["blocks", "regions_free", "regions_retired"]),
     )

@@ -28,6 +28,7 @@ from kvtier.plugin_api.backend import (
     StoreBlock,
 )
 from kvtier.plugin_api.log import log
+from kvtier.plugin_api.metrics import CAPACITY_BYTES, USED_BYTES, Counter, Gauge
 from kvtier.plugin_api.options import Options
 from kvtier.plugin_api.threads import DaemonThreads, daemon_thread
 from kvtier_backends.fs.bound.folder_bound import FolderBound
@@ -47,6 +48,7 @@ from kvtier_backends.fs.older_blocks import report_older
 from kvtier_backends.incidents import IncidentLog, TierCounters
 from kvtier_backends.posix import fault_of_folder, not_working, padded_bytes, try_folder
 from kvtier_backends.shared.batches import BATCH_BYTES_MAX, batches_per_thread, blocks_within
+from kvtier_backends.shared.metrics import BLOCKS
 from kvtier_backends.shared.record_trailer import Form
 from kvtier_backends.shared.records import (
     ProtectionOptions,
@@ -56,6 +58,7 @@ from kvtier_backends.shared.records import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from kvtier.plugin_api.metrics import BackendMetric
     from kvtier_backends.fs.layout import Layout
     from kvtier_backends.fs.open_root import OpenRoot
     from kvtier_backends.shared.records import Records
@@ -89,6 +92,26 @@ class FsBackend(Backend):
     """
 
     type_name: ClassVar[str] = "fs"
+    metrics: ClassVar[Mapping[str, BackendMetric]] = {
+        **BLOCKS,
+        "blocks_discarded": Counter("Damaged or truncated blocks removed."),
+        "removes_failed": Counter("Blocks that could not be removed."),
+        "probe_failed": Counter("Lookups that failed."),
+        "direct_refused": Counter("Times that the filesystem refused O_DIRECT."),
+        "temporaries_swept": Counter("Files removed that writers left unfinished."),
+        "loads_unchecked": Counter("Blocks without a checksum that were served."),
+        "loads_unchecked_refused": Counter("Blocks without a checksum that were not served."),
+        "folder_lost": Counter("Times that the folder was gone or replaced."),
+        "folder_returned": Counter("Times that it could be used again."),
+        "upkeep_failed": Counter("Times that upkeep raised."),
+        "capacity_bytes": CAPACITY_BYTES,
+        "used_bytes": USED_BYTES,
+        "folder_blocks": Gauge("Blocks in the folder, on the engine that cleans it."),
+        "blocks_evicted": Counter("Blocks that this engine evicted."),
+        "stores_not_granted": Counter("Blocks not written because the folder had no room."),
+        "space_failed": Counter("Failures of the account of the folder's space."),
+        "evictions_failed": Counter("Evictions that failed."),
+    }
     medium: ClassVar[str] = "STORAGE"
     isolation: ClassVar[Isolation] = "process"
     """A call on a network filesystem may never return: its process can't end, the engine's can."""
@@ -118,7 +141,6 @@ class FsBackend(Backend):
             probe_batches_max=read_threads,
             capacity_blocks=None,
             accepts_unchecked=accept_unchecked,
-            levels=frozenset({"folder_bytes", "folder_blocks"}),
             probe_batch_blocks_min=PROBE_BATCH_BLOCKS_MIN,
         )
         name = records.context.tier_name
@@ -303,7 +325,7 @@ class FsBackend(Backend):
         """
         counts = {**self._counters.counts(), **self._records.counts()}
         if self._folder_bound is not None:
-            counts.update(self._folder_bound.levels())
+            counts.update(self._folder_bound.gauges())
         return counts
 
     def _make_keeper(self, capacity: int | None) -> FolderBound | None:

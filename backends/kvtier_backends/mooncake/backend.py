@@ -25,6 +25,7 @@ from kvtier.plugin_api.backend import (
     StoreBlock,
 )
 from kvtier.plugin_api.deadlines import time_left_s
+from kvtier.plugin_api.metrics import Counter
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.incidents import IncidentLog, TierCounters
 from kvtier_backends.mooncake.connection import MasterConnection
@@ -34,11 +35,13 @@ from kvtier_backends.mooncake.namespace_object import NamespaceObject
 from kvtier_backends.mooncake.registered import RegisteredMemory, blocks_of_a_call
 from kvtier_backends.mooncake.transfers import BlockTransfers
 from kvtier_backends.mooncake.trial import try_store
+from kvtier_backends.shared.metrics import SERVERS
 from kvtier_backends.shared.namespaces import namespace_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from kvtier.plugin_api.metrics import BackendMetric
     from kvtier_backends.mooncake.client import StoreClient
     from kvtier_backends.mooncake.mooncake_options import MooncakeOptions
     from kvtier_backends.shared.records import Records
@@ -62,6 +65,12 @@ class MooncakeBackend(Backend):
     """
 
     type_name: ClassVar[str] = "mooncake"
+    metrics: ClassVar[Mapping[str, BackendMetric]] = {
+        **SERVERS,
+        "leases_expired": Counter("Blocks missed because their lease ended within the load."),
+        "owners_gone": Counter("Blocks missed because the process that held them is gone."),
+        "removes_failed": Counter("Blocks that could not be removed."),
+    }
     isolation: ClassVar[Isolation] = "process"
     """The library is native code that may end its process, and its setup holds the GIL."""
 

@@ -22,6 +22,7 @@ from kvtier.plugin_api.backend import (
     Outcome,
     StoreBlock,
 )
+from kvtier.plugin_api.metrics import Counter
 from kvtier_backends.incidents import IncidentLog, TierCounters
 from kvtier_backends.redis.batches import BatchRunner, ConnectionPool
 from kvtier_backends.redis.client import RedisClient
@@ -30,12 +31,14 @@ from kvtier_backends.redis.resp import TRAILER_BYTES_MAX, Command, ReplyKind, pa
 from kvtier_backends.redis.server_errors import Meaning, error_code, error_of, in_words
 from kvtier_backends.redis.servers import ConnectionWatch, Description
 from kvtier_backends.redis.trial import try_servers
+from kvtier_backends.shared.metrics import SERVERS
 from kvtier_backends.shared.record_threads import RecordThreads, StoredRecord
 from kvtier_backends.shared.records import make_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from kvtier.plugin_api.metrics import BackendMetric
     from kvtier.plugin_api.options import Options
     from kvtier_backends.redis.redis_options import RedisOptions
     from kvtier_backends.shared.records import Record, Records
@@ -61,6 +64,10 @@ class RedisBackend(Backend):
     """
 
     type_name: ClassVar[str] = "redis"
+    metrics: ClassVar[Mapping[str, BackendMetric]] = {
+        **SERVERS,
+        "connections_lost": Counter("Connections that ended."),
+    }
     medium: ClassVar[str] = "STORAGE"
     isolation: ClassVar[Isolation] = "process"
     """A block takes many turns of the event loop, in each of which a busy scheduler in the same

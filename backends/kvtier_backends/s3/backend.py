@@ -22,6 +22,7 @@ from kvtier.plugin_api.backend import (
     Outcome,
     StoreBlock,
 )
+from kvtier.plugin_api.metrics import Counter, Gauge
 from kvtier_backends.incidents import IncidentLog, TierCounters
 from kvtier_backends.s3.attempts import Attempts
 from kvtier_backends.s3.client import S3Client, make_store
@@ -37,6 +38,7 @@ from kvtier_backends.s3.s3_options import (
     read_options,
 )
 from kvtier_backends.s3.trial import try_bucket
+from kvtier_backends.shared.metrics import SERVERS
 from kvtier_backends.shared.namespaces import OwnDescription, namespace_name
 from kvtier_backends.shared.record_threads import RecordThreads, StoredRecord
 from kvtier_backends.shared.records import make_records
@@ -44,6 +46,7 @@ from kvtier_backends.shared.records import make_records
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from kvtier.plugin_api.metrics import BackendMetric
     from kvtier_backends.shared.records import Records
 
 FORMAT_NAME: Final = "kvtier s3"
@@ -74,6 +77,25 @@ class S3Backend(Backend):
     """
 
     type_name: ClassVar[str] = "s3"
+    metrics: ClassVar[Mapping[str, BackendMetric]] = {
+        **SERVERS,
+        "connected": Gauge("Whether the server can be used (1) or not (0)."),
+        "requests_limit": Gauge("How many requests may run at once."),
+        **{
+            f"requests_{verb}": Counter(
+                "Requests sent, including those that failed; a removal has up to 256 blocks.",
+                name="s3_requests",
+                labels=(("request", verb),),
+            )
+            for verb in ("put", "get", "head", "delete")
+        },
+        "bytes_put": Counter("Bytes of bodies sent by requests that succeeded."),
+        "bytes_got": Counter("Bytes of bodies received."),
+        "stores_known": Counter("Blocks not sent because the bucket had them."),
+        "probes_failed": Counter("Lookups that failed."),
+        "removals_failed": Counter("Removals that failed."),
+        "slow_downs": Counter("Answers by which the server asked for fewer requests."),
+    }
     medium: ClassVar[str] = "STORAGE"
     isolation: ClassVar[Isolation] = "process"
     """A request costs tenths of a millisecond of Python, for which no scheduler should wait;
@@ -94,7 +116,6 @@ class S3Backend(Backend):
             store_batches_max=batches_max,
             presence_ttl_s=given.presence_ttl_s,
             connects=True,
-            levels=frozenset(["requests_limit", "connected"]),
             probe_batch_blocks_min=1,
             probe_batch_blocks_max=PROBE_BATCH_BLOCKS_MAX,
         )

@@ -29,7 +29,7 @@ from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.backend_counts import BackendCounts
 from kvtier.core.generations import mark_of_name
 from kvtier.core.policy_actor import new_policy
-from kvtier.core.statistics import Observed, TierCounts, TierStatistics
+from kvtier.core.statistics import JobObservation, Observed, TierCounts, TierStatistics
 from kvtier.engine.link.audit import LinkAudit
 from kvtier.engine.link.circuit_breaker import Work, worst
 from kvtier.engine.link.flights import Numbers
@@ -71,7 +71,7 @@ class TierLink(Actor):
         self.log = log
         self.counts = TierCounts()
         self.backend_counts = BackendCounts()
-        self.promotion_seconds: Observed[tuple[float, bool]] = Observed()  #: and whether complete
+        self.ended_jobs: Observed[JobObservation] = Observed()
         self.tells_uses = False  #: whether the tier evicts, and so needs reports of use
         self.serves_others = False  #: whether it asks for blocks by itself
         self.write_backlog = WriteBacklog(number, config, self.counts, relay, primary)
@@ -125,7 +125,7 @@ class TierLink(Actor):
             wire.PresenceChanged: self.contents.changed,
             wire.BlocksWanted: lambda x: self._relay.want(x, self.contents.since),
             wire.ConnectionChanged: self._connection_changed,
-            wire.Counted: lambda x: self.backend_counts.add(x.counters),
+            wire.Counted: self.backend_counts.add,
             wire.PolicyBroke: self._new_policy,
             wire.PolicyReturned: self._new_policy,
             wire.TierOpened: lambda _: self._health.reconnected(),
@@ -139,7 +139,6 @@ class TierLink(Actor):
         """Apply the traits of the tier's backend."""
         self.tells_uses = traits.capacity_blocks is not None
         self.contents.set_traits(traits)
-        self.backend_counts.learn_levels(traits.levels)
         self._connection.set_connects(connects=traits.connects)
         self._probes.set_calls_max(traits.probe_batches_max or traits.load_batches_max)
         shared = self.contents.is_shared
@@ -260,8 +259,9 @@ class TierLink(Actor):
         complete = self.counts.count_job(outcomes, size, seconds, is_load=job.is_load)
         counts_for_its_tier = transfers.is_watched(job)
         transfers.end(job, is_whole=complete, at=message.at)
-        if job.is_load:
-            self.promotion_seconds.add((self.time.now - job.started, complete))
+        done_bytes = outcomes.count(Outcome.DONE) * size
+        took_s = self.time.now - job.started
+        self.ended_jobs.add(JobObservation(job.is_load, complete, done_bytes, took_s, seconds))
         if counts_for_its_tier and Outcome.FAILED in outcomes:
             self._health.failed(job.work, f"failed a {job.work.name.lower()}", job.peer)
         elif counts_for_its_tier:
@@ -336,7 +336,7 @@ class TierLink(Actor):
             expected_s, took_s = transfers.learn()
             if transfers.work is Work.LOAD:
                 self.counts.load_expected_seconds += expected_s
-                self.counts.load_seconds += took_s
+                self.counts.load_taken_seconds += took_s
         self._cut_loads()
 
     def _cut_loads(self) -> None:
@@ -484,8 +484,8 @@ class TierLink(Actor):
             cascade_slots=self._stores.blocks,
             counts=self.counts.snapshot(),
             speeds=self._speeds(),
-            backend=self.backend_counts.total,
-            backend_levels=self.backend_counts.levels,
+            backend_counters=self.backend_counts.counters,
+            backend_gauges=self.backend_counts.gauges,
         )
 
     def _speeds(self) -> dict[str, TierSpeed]:

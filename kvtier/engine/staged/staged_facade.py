@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kvtier.core.events import Event
-    from kvtier.core.statistics import Statistics
+    from kvtier.core.statistics import JobObservation, Statistics
     from kvtier.engine.facade import SchedulerFacade
     from kvtier.engine.staged.staged_job import Finished
     from kvtier.plugin_api.keys import Key, RequestId
@@ -358,6 +358,10 @@ class StagedFacade:
     def statistics(self) -> Statistics:
         """Return a frozen snapshot."""
         return self._runtime.statistics()
+
+    def drain_jobs(self) -> Sequence[JobObservation]:
+        """Return the tier's jobs that have ended since the last call."""
+        return self._runtime.drain_observations().tiers[0].jobs
 
     # --- the whole ---
 

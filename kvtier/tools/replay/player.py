@@ -364,4 +364,4 @@ class Player:
         self.measured.lookup.seconds.extend(observed.lookup_seconds)
         for measured, tier in zip(self.measured.tiers, observed.tiers, strict=True):
             measured.probe.seconds.extend(tier.probe_seconds)
-            measured.promotion.seconds.extend(length for length, _ in tier.promotion_seconds)
+            measured.promotion.seconds.extend(job.seconds for job in tier.jobs if job.is_load)

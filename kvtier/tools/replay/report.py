@@ -169,7 +169,7 @@ def _secondary(statistics: TierStatistics, tier: TierMeasured) -> dict[str, Any]
         "connection": statistics.connection,
         "trouble": _trouble(statistics),
         "counts": to_builtins(statistics.counts),
-        "backend": dict(statistics.backend),
+        "backend": {**statistics.backend_counters, **statistics.backend_gauges},
     }
 
 

@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Backend, BackendTraits, Loaded, Outcome
+from kvtier.plugin_api.metrics import Counter, Gauge
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier.settings.hosted_tier import HostedOptions
 from kvtier.settings.vllm_keys import VLLMKeys
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from kvtier.plugin_api.backend import BackendContext, LoadBlock, ServedRequest, StoreBlock
     from kvtier.plugin_api.keys import RequestId
+    from kvtier.plugin_api.metrics import BackendMetric
     from kvtier.plugin_api.slot_memory import SlotMemory
 
 DIGESTS_MAX: Final = 1 << 18
@@ -80,6 +82,11 @@ class HostedBackend(Backend):
 
     type_name: ClassVar[str] = "vllm"
     needs_engine: ClassVar[bool] = True
+    metrics: ClassVar[Mapping[str, BackendMetric]] = {
+        "jobs": Gauge("Jobs at the hosted tier."),
+        "unknown_jobs": Counter("Jobs reported by the hosted tier that never existed."),
+        "blocks_not_trusted": Gauge("Blocks that the hosted tier returned damaged."),
+    }
 
     def __init__(
         self,
@@ -101,7 +108,6 @@ class HostedBackend(Backend):
             accepts_unchecked=True,
             request_scoped=request_scoped,
             serves_others=serves_peers(type(tier)),
-            levels=frozenset(["jobs"]),
         )
         self._tier = tier
         self._view = view

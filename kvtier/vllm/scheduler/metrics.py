@@ -9,33 +9,44 @@ from __future__ import annotations
 
 import math
 import time
+from hashlib import blake2b
+from importlib.metadata import version
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
+import vllm
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
-from kvtier.engine.link.circuit_breaker import BreakerState
-from kvtier.plugin_api.backend import Connection
-from kvtier.vllm.releases import PROMOTION_LATENCY
-from kvtier.vllm.scheduler.metric_definitions import (
-    ANSWERS_PER_SECOND,
-    BACKEND,
+from kvtier.core.metrics import (
     BREAKER,
     BYTES_PER_SECOND,
+    CAPACITY,
     CONNECTION,
-    DECISIONS,
     DROPPED,
+    ERROR_RATIO,
     FAULTS,
+    INFLIGHT_LIMIT,
+    INFO,
     LATENCY,
-    OWN_PRIMARY_COUNTERS,
-    OWN_TIER_COUNTERS,
+    LOAD_BYTES,
+    LOAD_SECONDS,
+    LOOKUPS_PER_SECOND,
     SLOTS,
-    SPREAD,
-    VLLM_TIER_COUNTERS,
-    WINDOW,
-    tier_metric_definitions,
+    STORE_BYTES,
+    STORE_SECONDS,
+    USED,
+    Series,
+    backend_series,
+    counter_series,
 )
+from kvtier.core.statistics import PrimaryCounts, TierCounts
+from kvtier.engine.link.circuit_breaker import BreakerState
+from kvtier.plugin_api.backend import Connection
+from kvtier.plugin_api.metrics import Gauge
+from kvtier.settings.plugins import backend_class
+from kvtier.vllm.releases import PROMOTION_LATENCY
+from kvtier.vllm.scheduler.metric_definitions import VLLM_TIER_COUNTERS, tier_metric_definitions
 from kvtier.vllm.workarounds.guarded_observer import DROPS, Sample
 
 if TYPE_CHECKING:
@@ -47,14 +58,13 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
     from kvtier.core.statistics import (
-        PrimaryCounts,
+        JobObservation,
         PrimaryStatistics,
-        TierCounts,
         TierSpeed,
         TierStatistics,
     )
     from kvtier.engine.facade import SchedulerFacade
-    from kvtier.settings.runtime_config import RuntimeConfig
+    from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
     from kvtier.vllm.hosted.backend import HostingEngine
     from kvtier.vllm.hosted.stats import HostedStats
     from kvtier.vllm.workarounds.guarded_observer import GuardedObserver
@@ -68,40 +78,21 @@ C = TypeVar("C")
 _PRIMARY_LABEL: Final[_Label] = ("0:primary",)
 
 
-class _Counter(NamedTuple):
-    """One series of a counter, and the attribute of the counts that is its value."""
-
-    metric: str
-    label: _Label
-    attribute: str
-
-
 _PRIMARY_COUNTERS: Final = (
-    *(_Counter(name, (), attribute) for name, (attribute, _) in OWN_PRIMARY_COUNTERS.items()),
-    _Counter(TieringOffloadingMetrics.PROMOTION_ALLOCATION_FAILURES, (), "promotions_refused"),
-    _Counter(TieringOffloadingMetrics.CHUNK_QUERIES, _PRIMARY_LABEL, "queries"),
-    _Counter(TieringOffloadingMetrics.CHUNK_HITS, _PRIMARY_LABEL, "hits"),
+    *counter_series(PrimaryCounts, "primary_"),
+    Series(TieringOffloadingMetrics.PROMOTION_ALLOCATION_FAILURES, (), "promotions_refused"),
+    Series(TieringOffloadingMetrics.CHUNK_QUERIES, _PRIMARY_LABEL, "queries"),
+    Series(TieringOffloadingMetrics.CHUNK_HITS, _PRIMARY_LABEL, "hits"),
 )
-_DECISION_COUNTERS: Final = (
-    _Counter(DECISIONS, ("load",), "loads_decided"),
-    _Counter(DECISIONS, ("cut",), "cuts_decided"),
-    _Counter(DECISIONS, ("recompute",), "recomputes_decided"),
-    _Counter(DECISIONS, ("explore",), "explorations_decided"),
-)
-_STORES_SKIPPED: Final = _Counter(CPUOffloadingMetrics.STORES_SKIPPED, (), "stores_skipped")
+_STORES_SKIPPED: Final = Series(CPUOffloadingMetrics.STORES_SKIPPED, (), "stores_skipped")
 """Only with a ``store_threshold``, as in vLLM."""
 
 
-def _tier_counters(tier: str) -> list[_Counter]:
+def _tier_counters(tier: str) -> list[Series]:
+    of_vllm = VLLM_TIER_COUNTERS.items()
     return [
-        *(_Counter(name, (tier,), attribute) for name, attribute in VLLM_TIER_COUNTERS.items()),
-        *_own_tier_counters(tier),
-    ]
-
-
-def _own_tier_counters(tier: str) -> list[_Counter]:
-    return [
-        _Counter(name, (tier,), attribute) for name, (attribute, _) in OWN_TIER_COUNTERS.items()
+        *(Series(name, (tier,), attribute) for name, attribute in of_vllm),
+        *counter_series(TierCounts, "tier_", (tier,)),
     ]
 
 
@@ -109,11 +100,11 @@ _SLOT_GAUGES: Final[tuple[tuple[str, _Label], ...]] = (
     (CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, ()),
     (CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC, ()),
     (CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, ()),
-    (SLOTS, ("free",)),
-    (SLOTS, ("filling_from_gpu",)),
-    (SLOTS, ("filling_from_tiers",)),
-    (SLOTS, ("ready",)),
-    (SLOTS, ("quarantined",)),
+    (SLOTS.name, ("free",)),
+    (SLOTS.name, ("filling_from_gpu",)),
+    (SLOTS.name, ("filling_from_tiers",)),
+    (SLOTS.name, ("ready",)),
+    (SLOTS.name, ("quarantined",)),
 )
 
 
@@ -130,10 +121,17 @@ class _Counters(Generic[C]):
         self._now: C | None = None
 
     @classmethod
-    def of(cls, counters: Sequence[_Counter]) -> _Counters[C]:
+    def of(cls, counters: Sequence[Series]) -> _Counters[C]:
         """Return an instance that reports counts by their names."""
         series = ((each.metric, each.label) for each in counters)
         return cls(series, attrgetter(*(each.attribute for each in counters)))
+
+    @classmethod
+    def of_backend(cls, counters: Sequence[Series]) -> _Counters[Mapping[str, int]]:
+        """Return an instance that reports what a backend counts; what it leaves out is 0."""
+        series = ((each.metric, each.label) for each in counters)
+        names = [each.attribute for each in counters]
+        return _Counters(series, lambda now: tuple(now.get(name, 0) for name in names))
 
     def has_news(self, now: C) -> bool:
         """Return whether ``now`` differs from the last report."""
@@ -155,51 +153,73 @@ class _Counters(Generic[C]):
 
 
 def _faults() -> _Counters[int]:
-    return _Counters([(FAULTS, ())], lambda now: (now,))
+    return _Counters([(FAULTS.name, ())], lambda now: (now,))
 
 
 def _drops() -> _Counters[Mapping[str, int]]:
-    return _Counters([(DROPPED, (what,)) for what in DROPS], itemgetter(*DROPS))
+    return _Counters([(DROPPED.name, (what,)) for what in DROPS], itemgetter(*DROPS))
 
 
-class _TierGauges:
-    """Reports the changes in one tier's state."""
+class _Tier:
+    """Reports one tier's counters, gauges, and single jobs."""
 
-    def __init__(self, tier: str) -> None:
-        self._tier = tier
+    def __init__(self, name: str, kind: str, counters: Sequence[Series]) -> None:
+        """``kind``: the type, which has metrics of its own."""
+        self.name = name
+        self._label = (name,)
+        self._counters: _Counters[TierCounts] = _Counters.of(counters)
+        metrics = backend_class(kind).metrics
+        is_gauge = {each: isinstance(metric, Gauge) for each, metric in metrics.items()}
+        series = backend_series(kind, metrics, name)
+        self._backend = _Counters.of_backend(
+            [each for each in series if not is_gauge[each.attribute]]
+        )
+        self._gauges = {each.attribute: each for each in series if is_gauge[each.attribute]}
         self._breakers: Mapping[str, str] = {}
         self._connection = ""
         self._speeds: Mapping[str, TierSpeed] = {}
-        self._backend: Mapping[str, int] | None = None
+        self._backend_gauges: Mapping[str, int] = {}
 
     def report(self, sample: Sample, now: TierStatistics) -> None:
         """Report the changes since the last report."""
+        self._counters.report(sample, now.counts)
+        self._backend.report(sample, now.backend_counters)
         if now.breakers != self._breakers:
             self._breakers = now.breakers
             for work, state in now.breakers.items():
-                sample.set(BREAKER, int(BreakerState[state]), (self._tier, work))
+                sample.set(BREAKER.name, int(BreakerState[state]), (*self._label, work))
         if now.connection != self._connection:
             self._connection = now.connection
-            sample.set(CONNECTION, int(Connection[now.connection]), (self._tier,))
+            sample.set(CONNECTION.name, int(Connection[now.connection]), self._label)
         if now.speeds != self._speeds:
             for work, speed in now.speeds.items():
                 if speed is not self._speeds.get(work):
                     self._report_speed(sample, work, speed)
             self._speeds = now.speeds
-        if now.backend is not self._backend:
-            self._backend = now.backend
-            for what, value in now.backend.items():
-                sample.set(BACKEND, value, (self._tier, what))
+        if now.backend_gauges is not self._backend_gauges:
+            self._backend_gauges = now.backend_gauges
+            for name in self._gauges.keys() & now.backend_gauges:
+                series = self._gauges[name]
+                sample.set(series.metric, now.backend_gauges[name], series.label)
 
     def _report_speed(self, sample: Sample, work: str, speed: TierSpeed) -> None:
-        label = (self._tier, work)
-        sample.set(LATENCY, speed.latency_s, label)
-        sample.set(SPREAD, speed.spread, label)
-        sample.set(WINDOW, speed.window, label)
+        label = (*self._label, work)
+        sample.set(LATENCY.name, speed.latency_s, label)
+        sample.set(ERROR_RATIO.name, speed.spread, label)
+        sample.set(INFLIGHT_LIMIT.name, speed.window, label)
         if speed.bytes_per_s:
-            sample.set(BYTES_PER_SECOND, speed.bytes_per_s, label)
+            sample.set(BYTES_PER_SECOND.name, speed.bytes_per_s, label)
         elif speed.answers_per_s:
-            sample.set(ANSWERS_PER_SECOND, speed.answers_per_s, (self._tier,))
+            sample.set(LOOKUPS_PER_SECOND.name, speed.answers_per_s, self._label)
+
+    def report_jobs(self, sample: Sample, jobs: Iterable[JobObservation]) -> None:
+        """Report jobs that have ended."""
+        for job in jobs:
+            seconds, size = (
+                (LOAD_SECONDS, LOAD_BYTES) if job.is_load else (STORE_SECONDS, STORE_BYTES)
+            )
+            sample.observe(seconds.name, job.backend_seconds, self._label)
+            sample.observe(size.name, job.size_bytes, self._label)
 
 
 class TierExporter:
@@ -210,27 +230,28 @@ class TierExporter:
 
     def __init__(
         self,
-        tier: str,
+        tier: TierConfig,
         watch: GuardedObserver,
         hosted: HostedStats,
         definitions: Mapping[str, OffloadingMetricMetadata],
     ) -> None:
         """``hosted``: reports of a vLLM tier hosted inside, with its own ``definitions``."""
-        self._tier = tier
         self._hosted = hosted
-        self._definitions = {**definitions, **tier_metric_definitions()}
+        self._definitions = {**definitions, **tier_metric_definitions([{"type": tier.type}])}
         self._watch = watch
-        self._counters: _Counters[TierCounts] = _Counters.of(_own_tier_counters(tier))
+        own = counter_series(TierCounts, "tier_", (tier.name,))
+        self._tier = _Tier(tier.name, tier.type, own)
         self._faults = _faults()
         self._drops = _drops()
-        self._gauges = _TierGauges(tier)
 
-    def collect(self, now: TierStatistics, faults: int) -> OffloadingConnectorStats:
-        """Return the changes since the last call."""
+    def collect(
+        self, now: TierStatistics, jobs: Iterable[JobObservation], faults: int
+    ) -> OffloadingConnectorStats:
+        """Return the changes since the last call, with the jobs that have ended since then."""
         sample = Sample(self._definitions, self._watch)
-        self._counters.report(sample, now.counts)
         self._faults.report(sample, faults)
-        self._gauges.report(sample, now)
+        self._tier.report(sample, now)
+        self._tier.report_jobs(sample, jobs)
         self._watch.safely("metrics", self._hosted.report, sample)
         self._drops.report(sample, self._watch.dropped.copy())
         return sample.stats
@@ -260,17 +281,14 @@ class MetricsExporter:
         self._hosting = hosting
         self._definitions = definitions
         self._watch = watch
+        self._config = config
         skipped = [_STORES_SKIPPED] if config.store_threshold >= 2 else []
-        self._primary: _Counters[PrimaryCounts] = _Counters.of(
-            [*_PRIMARY_COUNTERS, *_DECISION_COUNTERS, *skipped]
-        )
-        self._tiers: list[_Counters[TierCounts]] = [
-            _Counters.of(_tier_counters(tier.name)) for tier in config.tiers
+        self._primary: _Counters[PrimaryCounts] = _Counters.of([*_PRIMARY_COUNTERS, *skipped])
+        self._tiers = [
+            _Tier(tier.name, tier.type, _tier_counters(tier.name)) for tier in config.tiers
         ]
         self._faults = _faults()
         self._drops = _drops()
-        self._tier_names = [tier.name for tier in config.tiers]
-        self._tier_gauges = [_TierGauges(tier.name) for tier in config.tiers]
         self._slots: tuple[float | None, ...] = (None,) * len(_SLOT_GAUGES)
         self._gauges: dict[tuple[str, _Label], float] = {}
         self._seen = -1  # the amount of activity at the last call
@@ -310,13 +328,14 @@ class MetricsExporter:
 
     def _report_state(self, sample: Sample) -> None:
         now = self._facade.statistics()
+        if self._slots[0] is None:
+            self._report_once(sample, now.primary.slot_count)
         self._primary.report(sample, now.primary.counts)
         self._faults.report(sample, now.faults)
         self._report_slots(sample, now.primary)
-        for number, tier in enumerate(now.tiers):
-            self._tiers[number].report(sample, tier.counts)
-            self._report_jobs(sample, tier, now.primary.slot_count)
-            self._tier_gauges[number].report(sample, tier)
+        for reported, tier in zip(self._tiers, now.tiers, strict=True):
+            reported.report(sample, tier)
+            self._report_slots_of(sample, tier, now.primary.slot_count)
 
     def _report_drops(self, sample: Sample) -> None:
         self._drops.report(sample, self._watch.dropped.copy())
@@ -336,12 +355,23 @@ class MetricsExporter:
         )
         if values == self._slots:
             return
+        used_bytes = (now.slot_count - now.free_slots) * self._config.block_bytes
+        self._set(sample, USED.name, used_bytes, _PRIMARY_LABEL)
         for number, (metric, label) in enumerate(_SLOT_GAUGES):
             if values[number] != self._slots[number]:
                 sample.set(metric, values[number], label)
         self._slots = values
 
-    def _report_jobs(self, sample: Sample, now: TierStatistics, slot_count: int) -> None:
+    def _report_once(self, sample: Sample, slot_count: int) -> None:
+        """Report gauges that stay as they are."""
+        config = self._config
+        named = blake2b(repr(config).encode(), digest_size=4).hexdigest()
+        tiers = ",".join(tier.name for tier in config.tiers)
+        self._set(sample, INFO.name, 1, (version("kvtier"), vllm.__version__, tiers, named))
+        primary_bytes = slot_count * config.block_bytes
+        self._set(sample, CAPACITY.name, primary_bytes, _PRIMARY_LABEL)
+
+    def _report_slots_of(self, sample: Sample, now: TierStatistics, slot_count: int) -> None:
         names = TieringOffloadingMetrics
         label = (now.name,)
         self._set(sample, names.PRIMARY_WRITE_USAGE_PERC, now.promotion_slots / slot_count, label)
@@ -355,13 +385,16 @@ class MetricsExporter:
             sample.observe(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
         for seconds in observations.lookup_seconds:
             sample.observe(TieringOffloadingMetrics.LOOKUP_SYNC_DELAY, seconds, _PRIMARY_LABEL)
-        for name, tier in zip(self._tier_names, observations.tiers, strict=True):
+        for reported, tier in zip(self._tiers, observations.tiers, strict=True):
+            name = reported.name
             for seconds in tier.probe_seconds:
                 sample.observe(TieringOffloadingMetrics.LOOKUP_ASYNC_DELAY, seconds, (name,))
+            reported.report_jobs(sample, tier.jobs)
             if PROMOTION_LATENCY is not None:
-                for seconds, success in tier.promotion_seconds:
-                    result = "success" if success else "failure"
-                    sample.observe(PROMOTION_LATENCY, seconds, (name, result))
+                for job in tier.jobs:
+                    if job.is_load:
+                        result = "success" if job.is_whole else "failure"
+                        sample.observe(PROMOTION_LATENCY, job.seconds, (name, result))
 
     def _set(self, sample: Sample, metric: str, value: float, label: _Label = ()) -> None:
         """Report a gauge if it has changed."""

@@ -151,14 +151,11 @@ def test_what_was_read_is_counted_by_blocks_and_outcomes() -> None:
     assert counts.write_bytes == written
     assert (counts.promotion_jobs, counts.promotion_jobs_failed) == (1, 1)
     assert counts.cascade_jobs_failed == 0
-    assert (counts.load_misses, counts.damaged, counts.failed, counts.stores_rejected) == (
-        1,
-        1,
-        1,
-        0,
-    )
+    assert (counts.load_misses, counts.damaged, counts.failed) == (1, 1, 1)
+    assert counts.stores_rejected == 0
     assert (counts.queries, counts.hits) == (4, 4)
-    assert link_of(story).promotion_seconds.drain() == [(0.0, False)]
+    job = link_of(story).ended_jobs.drain()[-1]
+    assert (job.is_load, job.is_whole, job.size_bytes) == (True, False, BLOCK_BYTES)
 
 
 def test_what_was_written_is_counted_by_blocks_and_outcomes() -> None:
@@ -171,12 +168,8 @@ def test_what_was_written_is_counted_by_blocks_and_outcomes() -> None:
     assert (counts.read_bytes, counts.read_seconds) == (0, 0)
     assert (counts.cascade_jobs, counts.cascade_jobs_failed) == (1, 1)
     assert (counts.promotion_jobs, counts.promotion_jobs_failed) == (0, 0)
-    assert (counts.stores_rejected, counts.failed, counts.load_misses, counts.damaged) == (
-        1,
-        1,
-        0,
-        0,
-    )
+    assert (counts.stores_rejected, counts.failed) == (1, 1)
+    assert (counts.load_misses, counts.damaged) == (0, 0)
     assert set(story.runtime.primary.audit().directory.known) == {keys_of(1)[0]}
 
 
@@ -191,7 +184,8 @@ def test_how_long_probes_and_loads_take_is_observed() -> None:
     story.now += 0.25
     story.step(Outcome.ABSENT)
     (seen,) = story.facade.drain_observations().tiers
-    assert (seen.promotion_seconds, seen.probe_seconds) == ([(0.5, True)], [0.25])
+    job = seen.jobs[-1]
+    assert (job.is_whole, job.seconds, seen.probe_seconds) == (True, 0.5, [0.25])
     counts = counts_of(story)
     asked, found = counts.queries - before.queries, counts.hits - before.hits
     assert (asked, found) == (4, 1), "what was asked for in vain is no hit"
@@ -284,18 +278,16 @@ def test_a_restarted_tier_serves_again_and_has_nothing_until_it_says_so() -> Non
     assert [each.kind for each in story.facade.take_events()] == [EventKind.CLEARED]
 
 
-def test_what_backends_count_grows_through_their_lives_and_levels_are_of_one() -> None:
+def test_what_backends_count_grows_through_their_lives_and_gauges_are_of_one() -> None:
     story = Story()
-    link_of(story).set_traits(BackendTraits(1, 1, levels=frozenset({"blocks_now"})))
-    story.tell(wire.Counted({"seen": 5, "blocks_now": 3}))
+    story.tell(wire.Counted({"seen": 5}, {"blocks_now": 3}))
     seen = story.facade.statistics().tiers[0]
-    assert seen.backend_levels == {"blocks_now"}
-    assert seen.backend == {"seen": 5, "blocks_now": 3}
+    assert (seen.backend_counters, seen.backend_gauges) == ({"seen": 5}, {"blocks_now": 3})
     story.restart()
-    backend = story.facade.statistics().tiers[0].backend
-    assert backend == {"seen": 5}, "what there is now, nobody knows yet"
+    seen = story.facade.statistics().tiers[0]
+    assert (seen.backend_counters, seen.backend_gauges) == ({"seen": 5}, {}), "not known yet"
     story.tell(wire.Counted({"seen": 6}))
-    assert story.facade.statistics().tiers[0].backend["seen"] == 11
+    assert story.facade.statistics().tiers[0].backend_counters["seen"] == 11
 
 
 # --- generations ---

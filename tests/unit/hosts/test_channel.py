@@ -67,7 +67,11 @@ TO_ENGINE = strategies.one_of(
     ),
     strategies.builds(Refused, TEXTS, strategies.booleans()),
     strategies.builds(Opened, strategies.dictionaries(TEXTS, NUMBERS, max_size=4)),
-    strategies.builds(wire.Counted, strategies.dictionaries(TEXTS, NUMBERS, max_size=4)),
+    strategies.builds(
+        wire.Counted,
+        strategies.dictionaries(TEXTS, NUMBERS, max_size=4),
+        strategies.dictionaries(TEXTS, NUMBERS, max_size=4),
+    ),
     strategies.builds(
         Logged,
         strategies.sampled_from(get_args(Level)),
@@ -223,13 +227,13 @@ def test_news_are_told_without_asking_the_kernel(pair: Pair) -> None:
 
 
 def test_the_end_is_seen_after_all_that_was_sent(pair: Pair) -> None:
-    pair.tier.post(Opened(levels={}))
+    pair.tier.post(Opened(gauges={}))
     pair.tier.flush()
     pair.tier.close()
     came = list(pair.engine.drain())
     while not pair.engine.is_ended:
         came += pair.engine.drain()
-    assert came == [Opened(levels={})]
+    assert came == [Opened(gauges={})]
     pair.engine.post(End())
     assert pair.engine.flush(), "nobody is left to wait for"
 
@@ -249,6 +253,6 @@ def test_what_is_no_message_is_refused(pair: Pair, body: bytes) -> None:
 
 def test_nothing_to_wait_for_is_not_waited_for(pair: Pair) -> None:
     assert pair.engine.wait(0.0) is False
-    pair.tier.post(Opened(levels={}))
+    pair.tier.post(Opened(gauges={}))
     pair.tier.flush()
     assert pair.engine.wait(None) is True

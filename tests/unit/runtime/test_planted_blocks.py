@@ -38,7 +38,7 @@ def store_all(root: Path, **options: str) -> None:
 
 
 def unauthenticated(runtime: Runtime) -> int:
-    return runtime.facade.statistics().tiers[0].backend.get("unauthenticated", 0)
+    return runtime.facade.statistics().tiers[0].backend_counters.get("unauthenticated", 0)
 
 
 def test_without_keys_a_planted_block_is_served(tmp_path: Path) -> None:

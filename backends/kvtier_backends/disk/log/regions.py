@@ -153,6 +153,11 @@ class Regions:
 
     # --- state ---
 
+    @property
+    def count(self) -> int:
+        """How many regions there are."""
+        return len(self._states)
+
     def state(self, region: int) -> RegionState:
         """Return the region's state."""
         return self._states[region]

@@ -287,13 +287,14 @@ class FolderBound:
         self._hands.give_up()
         self._executor.shutdown()
 
-    def levels(self) -> dict[str, int]:
-        """Return the gauges, which only the cleaner knows."""
-        account = self.cleaner.account
+    def gauges(self) -> dict[str, int]:
+        """Return the capacity, and what only the cleaner knows."""
+        account, capacity = self.cleaner.account, {"capacity_bytes": self._capacity}
         if not self.cleaner.leads or not account.is_counted:
-            return {}
+            return capacity
         return {
-            "folder_bytes": account.manifest.bytes + account.others,
+            **capacity,
+            "used_bytes": account.manifest.bytes + account.others,
             "folder_blocks": len(account.manifest),
         }
 
