@@ -7,6 +7,7 @@ meaning; the others are kvtier's own. A bad value raises
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping  # noqa: TC003 - a field's type, read at run time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 DEFAULT_POLICY: Final = "reuse"
 
+_NAMES: Final = re.compile(r"[A-Za-z0-9._-]{1,32}")
+
 ADMIT_ALL: Final = "all"
 """The admission of a tier that every block is written to: no policy at all."""
 
@@ -41,9 +44,11 @@ OnUnusable: TypeAlias = Literal["refuse", "skip"]
 class TierConfig:
     """One entry of ``secondary_tiers``: the part that the layers above the backend read."""
 
-    name: str  #: its number from 1 and its type, e.g. ``"1:fs"``, as in vLLM's metric labels
     type: option.Text
     """one of [kvtier's types](../how-to/choose-a-tier.md), or one that you have installed"""
+    name: option.ReadApart[str] = ""
+    """the tier's label in metrics and logs, such as `"nvme"`; if not given, its number and type, as
+    in `1:disk`. A name outlives a new order of tiers. Refused: a name that another tier has"""
     options: Mapping[str, Any] = field(default_factory=dict)  #: the backend's own keys
     locality: Locality | None = None
     """where the tier is, for KV events"""
@@ -95,7 +100,7 @@ class TierConfig:
         admission = dict(_policy_mapping(options, "admission", ADMIT_ALL))
         own = option.options_of(TierConfig)
         config = cls(
-            name=f"{number}:{kind}",
+            name=_name(options) or f"{number}:{kind}",
             admission=admission.pop("policy"),
             admission_options=admission,
             options={
@@ -119,6 +124,16 @@ class TierConfig:
             "Install the backend's package and remove module_path",
         )
         return config
+
+
+def _name(options: Options) -> str:
+    """Read the name that a user gave the tier, if any. None looks like a number and a type."""
+    name = options.text("name", "")
+    if name and not _NAMES.fullmatch(name):
+        raise options.error(
+            "name", name, "must be 1 to 32 letters, digits, dots, hyphens or underscores"
+        )
+    return name
 
 
 def _policy_mapping(options: Options, key: str, default: str) -> dict[str, Any]:
@@ -259,13 +274,18 @@ class RuntimeConfig:
             "has no meaning here: kvtier finds policies by the entry point "
             "kvtier.eviction_policies. Install the policy's package and remove the key",
         )
+        tiers = tuple(
+            TierConfig.from_mapping(number, tier, ignores)
+            for number, tier in enumerate(options.mappings("secondary_tiers"), start=1)
+        )
+        for number, tier in enumerate(tiers):
+            if tier.name in {each.name for each in tiers[:number]}:
+                entry = Options({}, f"secondary_tiers[{number}] ({tier.type})")
+                raise entry.error("name", tier.name, "is another tier's. Give each its own")
         config = cls(
             slot_count=slot_count,
             block_bytes=block_bytes,
-            tiers=tuple(
-                TierConfig.from_mapping(number, tier, ignores)
-                for number, tier in enumerate(options.mappings("secondary_tiers"), start=1)
-            ),
+            tiers=tiers,
             **option.read(cls, options),
         )
         options.finish(None if ignores is None else lambda key: ignores(key, None))

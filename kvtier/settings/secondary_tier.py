@@ -89,7 +89,7 @@ def read_secondary_tier(
     )
     (read,) = config.tiers
     refuse_behind_vllm(read)
-    named = replace(read, name=f"{number}:{read.type}")
+    named = replace(read, name=tier.get("name") or f"{number}:{read.type}")
     return replace(config, tiers=(named,), eviction_policy="lru")  # nothing stays in it
 
 

@@ -126,6 +126,8 @@ async def test_a_compressed_tier_keeps_the_contract(
     kind, options = request.getfixturevalue(tier)
 
     def make(context: BackendContext) -> Backend:
-        return make_backend(TierConfig(context.tier_name, kind, {**options, **extra}), context)
+        return make_backend(
+            TierConfig(kind, context.tier_name, options={**options, **extra}), context
+        )
 
     await check(make)

@@ -252,7 +252,7 @@ def test_no_other_list_has_all_backends() -> None:
 @pytest.mark.parametrize("kind", [RuntimeConfig, TierConfig])
 def test_every_field_of_a_configuration_is_an_option(kind: type) -> None:
     """All others are made from something else."""
-    made_of = {"slot_count", "block_bytes", "tiers", "name", "options", "admission_options"}
+    made_of = {"slot_count", "block_bytes", "tiers", "options", "admission_options"}
     fields = {field.name for field in dataclasses.fields(kind)}
     assert fields - made_of == set(options_of(kind))
 

@@ -194,7 +194,9 @@ async def _open_tier(
     if name == COMPRESSED:
         given = {**given, COMPRESSION: BITPLANE_ZSTD}
     with _with_key(_KEY_OPTION_OF.get(name), given) as options:
-        backend = make_backend(TierConfig(config.name, config.type, options), client.context)
+        backend = make_backend(
+            TierConfig(config.type, config.name, options=options), client.context
+        )
     side = BackendSide(name, backend, memory, client.token)
     stack.push_async_callback(side.close)
     await side.open()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Actor
     from kvtier.core.wire import Message
 
-TIER = TierConfig("1:t", "t")
+TIER = TierConfig("t", "1:t")
 CONFIG = RuntimeConfig(slot_count=8, block_bytes=8, tiers=(TIER,))
 COLLECTIONS = {"tuple": (), "list": [], "frozenset": frozenset(), "Collection": ()}
 PLAIN = {"int": 1, "str": "r", "float": 1.0, "bool": True, "RequestId": "r"}
@@ -105,7 +105,7 @@ def test_policies_take_empty_messages(name: str) -> None:
 
 @pytest.mark.parametrize("name", [e.name for e in entry_points(group="kvtier.admission_policies")])
 def test_admission_takes_empty_messages(name: str) -> None:
-    tier = TierConfig("1:t", "t", admission=name)
+    tier = TierConfig("t", "1:t", admission=name)
     policy, taken = make_admission(tier, AdmissionContext(8, 8)), KeptMessages()
     gate = AdmissionGate(0, "1:t", policy, primary=taken, link=taken, log=taken)
     for message in empties_of(gate):

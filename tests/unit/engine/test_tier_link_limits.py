@@ -23,8 +23,8 @@ from tests.unit.engine._story import (
 )
 
 UNKNOWN = b"u" + bytes(5)
-PROBE_S = TierConfig("1:test", "test").probe_timeout_s
-LOAD_S = TierConfig("1:test", "test").promote_timeout_s
+PROBE_S = TierConfig("test", "1:test").probe_timeout_s
+LOAD_S = TierConfig("test", "1:test").promote_timeout_s
 FAR_S = 1e6
 
 

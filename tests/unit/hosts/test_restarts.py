@@ -95,7 +95,7 @@ def test_a_tier_whose_lives_break_is_begun_anew_within_seconds() -> None:
     context = BackendContext(8, Namespace({}), "1:t")
     memory = SlotMemory.anonymous(8, 8)
     backend = NeverOpens(context, 8)
-    tier = TierConfig("1:t", "t")
+    tier = TierConfig("t", "1:t")
     host = TierThread(tier, memory, KeptMessages(), messages_max=4, make_backend=lambda: backend)
     host.make()
     host._life.ending = ending = Impatient(host, 8)

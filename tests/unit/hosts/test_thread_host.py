@@ -88,7 +88,7 @@ class Bench:
         self.memory = SlotMemory.anonymous(8, BLOCK)
         self.link = LinkEnd()
         self.cell = TierThread(
-            TierConfig("1:test", "test"),
+            TierConfig("test", "1:test"),
             self.memory,
             self.link,
             messages_max=16,
@@ -249,7 +249,7 @@ def test_a_backend_of_an_engine_that_does_not_start_is_discarded(
                 goes_on.wait()
 
     cell = TierThread(
-        TierConfig("1:test", "test"),
+        TierConfig("test", "1:test"),
         SlotMemory.anonymous(8, BLOCK),
         LinkEnd(),
         messages_max=16,

@@ -283,7 +283,7 @@ class Cell:
             slot_count=8,
             block_bytes=16,
             cascade_slots_fraction_max=1.0,
-            tiers=(TierConfig("1:t", "t", enable_kv_events=True),),
+            tiers=(TierConfig("t", "1:t", enable_kv_events=True),),
         )
         tiers = [(BackendTraits(1, 1, 4), LRUPolicy(4))]
         self.runtime = open_test_runtime(config, LRUPolicy(8), tiers, clock=lambda: 0.0)

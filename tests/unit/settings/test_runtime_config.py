@@ -52,6 +52,14 @@ def test_the_defaults_are_accepted() -> None:
             {"secondary_tiers": [{"type": "fs", "read_only": True, "admission": "second_touch"}]},
             "admission='second_touch' chooses what is written",
         ),
+        (
+            {"secondary_tiers": [{"type": "fs", "name": "0:primary"}]},
+            "secondary_tiers[0] (fs): name='0:primary' must be 1 to 32 letters",
+        ),
+        (
+            {"secondary_tiers": [{"type": "fs", "name": "a"}, {"type": "disk", "name": "a"}]},
+            "secondary_tiers[1] (disk): name='a' is another tier's",
+        ),
         ({"cache_policy_module_path": "x"}, "cache_policy_module_path='x'"),
         ({"evction_policy": "lru"}, "did you mean 'eviction_policy'"),
     ],
@@ -75,6 +83,8 @@ def test_a_tier_is_named_by_its_number_and_type_and_keeps_the_backends_keys() ->
     assert tier.name == "1:fs"
     assert tier.request_level
     assert tier.options == {"root_dir": "/x"}
+    (named,) = read({"secondary_tiers": [{**values, "name": "nfs"}]}).tiers
+    assert (named.name, named.options) == ("nfs", tier.options)
 
 
 @pytest.mark.parametrize("slot_count", [1, 2, 3, 8, 100])

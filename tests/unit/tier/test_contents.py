@@ -123,7 +123,7 @@ class Bench:
         capacity = shelf.traits.capacity_blocks
         assert capacity is not None
         self.cell = TierThread(
-            TierConfig("1:shelf", "shelf"),
+            TierConfig("shelf", "1:shelf"),
             SlotMemory.anonymous(8, BLOCK),
             self.link,
             messages_max=16,

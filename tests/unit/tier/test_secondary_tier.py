@@ -36,7 +36,7 @@ class Bench:
         stores_min: int = 1,
         **more_traits: Any,
     ) -> None:
-        config = RuntimeConfig(slot_count=8, block_bytes=8, tiers=(TierConfig("1:t", "t"),))
+        config = RuntimeConfig(slot_count=8, block_bytes=8, tiers=(TierConfig("t", "1:t"),))
         self.cell = TestCell()
         (self.link,) = build_test_engine(self.cell, config, LRUPolicy(8)).links
         policy = None if capacity is None else LRUPolicy(capacity)

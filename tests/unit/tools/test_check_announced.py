@@ -34,12 +34,12 @@ NOT_REACHED = [
 
 def p2p(**options: Any) -> list[str]:
     tier = {"type": "p2p", "port": 5710, **options}
-    return [*doubts_of_address(TierConfig("1:vllm", "vllm", {"tier": tier}))]
+    return [*doubts_of_address(TierConfig("vllm", "1:vllm", {"tier": tier}))]
 
 
 def mooncake(**options: Any) -> list[str]:
     given = {"master": "10.0.0.1:50051", **options}
-    return [*doubts_of_address(TierConfig("1:mooncake", "mooncake", given))]
+    return [*doubts_of_address(TierConfig("mooncake", "1:mooncake", given))]
 
 
 @pytest.mark.parametrize(("host", "why"), NOT_REACHED)
@@ -83,10 +83,10 @@ def test_a_client_of_a_store_that_has_memory_for_others_is_called_by_them() -> N
 
 
 def test_other_tiers_announce_nothing() -> None:
-    assert [*doubts_of_address(TierConfig("1:redis", "redis", {"url": "redis://localhost"}))] == []
+    assert [*doubts_of_address(TierConfig("redis", "1:redis", {"url": "redis://localhost"}))] == []
     hosted = {"tier": {"type": "fs", "host": "localhost"}}
-    assert [*doubts_of_address(TierConfig("1:vllm", "vllm", hosted))] == []
-    assert [*doubts_of_address(TierConfig("1:vllm", "vllm", {"tier": 3}))] == []
+    assert [*doubts_of_address(TierConfig("vllm", "1:vllm", hosted))] == []
+    assert [*doubts_of_address(TierConfig("vllm", "1:vllm", {"tier": 3}))] == []
 
 
 def test_the_command_tells_it(tmp_path: Path, kvtier: Shell) -> None:
