@@ -107,11 +107,15 @@ class LookupPrefix(Message, frozen=True, gc=False):
 
 
 class PrepareLoad(Message, frozen=True, gc=False):
-    """Pin these READY blocks for the GPU. Answered with their slots."""
+    """Pin these READY blocks for the GPU. Answered with their slots.
+
+    ``tokens``: the prompt tokens from the first to before the second are not computed then.
+    """
 
     keys: tuple[Key, ...]
     request: RequestId
     order: RequestOrder | None = None
+    tokens: tuple[int, int] | None = None
 
 
 class CompleteLoad(Message, frozen=True, gc=False):
@@ -518,6 +522,13 @@ class CascadeRefused(Message, frozen=True, gc=False):
     keys: tuple[Key, ...]
     slots: tuple[int, ...]
     epoch: int
+
+
+class NotAdmitted(Message, frozen=True, gc=False):
+    """The tier's admission policy has refused these blocks."""
+
+    tier: int
+    keys: tuple[Key, ...]
 
 
 class CascadeWanted(Message, frozen=True, gc=False):

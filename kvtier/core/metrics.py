@@ -20,7 +20,7 @@ from typing import (
     get_type_hints,
 )
 
-from kvtier.core.statistics import Counts, PrimaryCounts, TierCounts
+from kvtier.core.statistics import Counts, PrimaryCounts, SourceCounts, TierCounts
 from kvtier.plugin_api.metrics import CAPACITY_BYTES, USED_BYTES, Gauge, Metric
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ PREFIX: Final = "kvtier:"
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 _SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
+_AGES: Final = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0, 86_400.0)
 _BYTES: Final = tuple(float(1 << power) for power in range(14, 31, 2))  # 16 KiB to 1 GiB
 
 
@@ -122,6 +123,26 @@ INFLIGHT_LIMIT: Final = _gauge(
     "tier",
     "work",
 )
+MISSES: Final = Definition(
+    PREFIX + "misses",
+    "counter",
+    "Requests by the reason for which their stored prefix ended, and the tier concerned.",
+    ("tier", "reason"),
+)
+WAIT_SECONDS: Final = Definition(
+    PREFIX + "request_wait_seconds",
+    "histogram",
+    "Time that a request waited for tiers, of those that did, until it went on.",
+    (),
+    _SECONDS,
+)
+ABSENT_SECONDS: Final = Definition(
+    PREFIX + "evicted_before_miss_seconds",
+    "histogram",
+    "Age of an eviction when a request missed the block; a sample in large engines.",
+    ("tier",),
+    _AGES,
+)
 LOAD_SECONDS: Final = _of_jobs("tier_load_seconds", "Duration of a load job.", _SECONDS)
 LOAD_BYTES: Final = _of_jobs("tier_load_bytes", "Size of a load job.", _BYTES)
 STORE_SECONDS: Final = _of_jobs("tier_store_seconds", "Duration of a store job.", _SECONDS)
@@ -183,7 +204,11 @@ def tier_definitions() -> dict[str, Definition]:
 
 def primary_definitions() -> dict[str, Definition]:
     """Return the metrics of the primary tier and of the engine, by name."""
-    return _by_name(INFO, SLOTS) | _definitions(declared(PrimaryCounts), "primary_", ())
+    return (
+        _by_name(INFO, SLOTS, MISSES, WAIT_SECONDS, ABSENT_SECONDS)
+        | _definitions(declared(SourceCounts), "", ("tier",))
+        | _definitions(declared(PrimaryCounts), "primary_", ())
+    )
 
 
 def backend_definitions(kind: str, metrics: Mapping[str, BackendMetric]) -> dict[str, Definition]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping  # noqa: TC003 - msgspec resolves the annotations
-from typing import TYPE_CHECKING, Annotated, Final, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, Generic, Literal, Self, TypeAlias, TypeVar
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -94,6 +94,45 @@ class PrimaryCounts(Counts):
     prefill_seconds: Annotated[
         float, Counter("Time that the same steps took.", name="prefill_seconds")
     ] = 0.0
+    prefill_saved_seconds: Annotated[
+        float,
+        Counter(
+            "Time that computing the loaded tokens would have taken, by measured speed.",
+            name="prefill_saved_seconds",
+        ),
+    ] = 0.0
+
+
+AbsenceReason: TypeAlias = Literal[
+    "never_stored",
+    "evicted",
+    "not_admitted",
+    "damaged",
+    "load_failed",
+    "tier_down",
+    "no_room",
+    "recomputed",
+]
+"""Why a request does not get a block."""
+
+
+class SourceCounts(Counts):
+    """Counted for the primary tier, and for each secondary tier, as a source of KV data."""
+
+    loaded_tokens: Annotated[
+        int,
+        Counter(
+            "Prompt tokens whose KV data the GPU loaded from the tier instead of computing it.",
+            name="loaded_tokens",
+        ),
+    ] = 0
+    wasted_blocks: Annotated[
+        int,
+        Counter(
+            "Blocks loaded from the tier that were evicted before any request read them.",
+            name="tier_loads_wasted",
+        ),
+    ] = 0
 
 
 class TierCounts(Counts):
@@ -161,6 +200,10 @@ class TierCounts(Counts):
         int, Counter("Times that a circuit breaker of the tier opened: loads, stores or probes.")
     ] = 0
     connections_lost: Annotated[int, Counter("Times that the tier lost its server.")] = 0
+    sampled_stores: Annotated[int, Counter("A sample of the blocks stored: every 16th.")] = 0
+    sampled_reads: Annotated[
+        int, Counter("Of the sampled blocks, those that were loaded at least once.")
+    ] = 0
     crashes: Annotated[
         int, Counter("Times that the tier was disabled: its code raised, or its process ended.")
     ] = 0
@@ -213,6 +256,9 @@ class PrimaryStatistics(msgspec.Struct, frozen=True):
     promotion_slots: int  #: filling from a tier, or leased to a request
     requests: int
     counts: PrimaryCounts  #: as they were then
+    sources: tuple[SourceCounts, ...]  #: of the primary tier, then of each secondary tier
+    #: Of the same: requests by the reason for which their stored prefix ended.
+    misses: tuple[Mapping[AbsenceReason, int], ...]
 
 
 class TierSpeed(msgspec.Struct, frozen=True):
@@ -267,6 +313,8 @@ class Observations(msgspec.Struct, frozen=True):
     """Single measurements since they were last drained, for histograms."""
 
     allocation_sizes: list[int]  #: one per store: blocks that wanted a slot
+    wait_seconds: list[float]  #: one per request that waited for tiers
+    absent_seconds: list[tuple[int, float]]  #: source, and time from an eviction to a miss
     lookup_seconds: list[float]  #: a sample: time inside ``lookup``
     tiers: tuple[TierObservations, ...]
 
@@ -282,6 +330,9 @@ class Statistics(msgspec.Struct, frozen=True):
         """Return all counters that only grow, by name: later snapshots never have less of any."""
         counters: dict[str, int | float] = {"faults": self.faults}
         counters.update((f"primary {name}", n) for name, n in asdict(self.primary.counts).items())
+        for number, source in enumerate(self.primary.sources):
+            both = (*asdict(source).items(), *self.primary.misses[number].items())
+            counters.update((f"source {number} {name}", n) for name, n in both)
         for tier in self.tiers:
             counters.update((f"{tier.name} {name}", n) for name, n in asdict(tier.counts).items())
             backend = tier.backend_counters

@@ -164,11 +164,6 @@ class SchedulerFacade:
         """
         return self._primary.decisions.wants_places
 
-    @property
-    def learns_from_steps(self) -> bool:
-        """Whether calls of ``on_step_computed`` are useful."""
-        return self._primary.decisions.learns_from_steps
-
     def on_step_computed(self, tokens: int, attention: int, seconds: float | None) -> None:
         """Report the prompt tokens that a step computed, so that the engine's speed is learnt.
 
@@ -176,8 +171,7 @@ class SchedulerFacade:
         ``attention``: the sum over requests of ``n² + 2 n c``, for ``n`` tokens computed behind
         ``c``. Steps that compute no prompt may be left out after two of them.
         """
-        if self.learns_from_steps:
-            self._ask(m.StepComputed(tokens, attention, seconds))
+        self._ask(m.StepComputed(tokens, attention, seconds))
 
     def lookup_states(
         self, keys: Collection[Key], request: RequestId, place: TokenPlace | None = None
@@ -257,14 +251,20 @@ class SchedulerFacade:
     # --- GPU loads ---
 
     def prepare_load(
-        self, keys: Collection[Key], request: RequestId, *, order: m.RequestOrder | None = None
+        self,
+        keys: Collection[Key],
+        request: RequestId,
+        *,
+        order: m.RequestOrder | None = None,
+        tokens: tuple[int, int] | None = None,
     ) -> list[int]:
         """Pin blocks and return their slots, in order. They stay until ``complete_load``.
 
-        ``order``: as for ``prepare_store``.
+        ``order``: as for ``prepare_store``. ``tokens``: the prompt tokens that are not computed, as
+        they are loaded: from the first, to before the second.
         Raises ``Misuse`` unless ``lookup`` returned True for each key in this step.
         """
-        slots = self._ask(m.PrepareLoad(tuple(keys), request, order))
+        slots = self._ask(m.PrepareLoad(tuple(keys), request, order, tokens))
         if slots is None or slots is NO_REPLY:
             ready = self._primary.resident()
             missing = next((key for key in keys if key not in ready), b"")
@@ -463,6 +463,8 @@ class SchedulerFacade:
         return Observations(
             allocation_sizes=self._primary.allocation_sizes.drain(),
             lookup_seconds=self._lookup_seconds.drain(),
+            wait_seconds=self._primary.account.wait_seconds.drain(),
+            absent_seconds=self._primary.account.absent_seconds.drain(),
             tiers=tiers,
         )
 

@@ -27,9 +27,10 @@ MAY_IMPORT = {  # all may import errors; nobody imports tools, which may import 
     "kvtier": {"plugin_api", "settings", "engine", "runtime"},  # what it publishes
 }
 IN_THE_ENGINE = {  # the facade and the cell, above these, may import all of them
+    "account": set(),
     "decide": set(),
-    "link": {"decide"},  # it meets the primary tier by messages only
-    "primary": {"decide"},
+    "link": {"account", "decide"},  # it meets the primary tier by messages only
+    "primary": {"account", "decide"},
     "staged": {"facade"},
 }
 IN_THE_ADAPTER = {  # the entry points, above these, may import all of them

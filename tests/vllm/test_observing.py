@@ -23,6 +23,7 @@ from kvtier.core.statistics import (
     Observations,
     PrimaryCounts,
     PrimaryStatistics,
+    SourceCounts,
     Statistics,
     TierCounts,
     TierObservations,
@@ -99,7 +100,11 @@ PRIMARY_COUNTERS = [*metrics._PRIMARY_COUNTERS, metrics._STORES_SKIPPED]
 
 @pytest.mark.parametrize(
     ("kind", "counters"),
-    [(TierCounts, metrics._tier_counters("1:memory")), (PrimaryCounts, PRIMARY_COUNTERS)],
+    [
+        (TierCounts, metrics._tier_counters("1:memory")),
+        (PrimaryCounts, PRIMARY_COUNTERS),
+        (SourceCounts, own.counter_series(SourceCounts, "", ("1:memory",))),
+    ],
 )
 def test_each_counter_reaches_vllm_once(kind: type[Counts], counters: list[Any]) -> None:
     """And no counter is read that is not there."""
@@ -136,6 +141,8 @@ AT_WORK = {
         own.LOAD_BYTES,
         own.STORE_SECONDS,
         own.STORE_BYTES,
+        own.WAIT_SECONDS,
+        own.ABSENT_SECONDS,
     )
 }
 """Of a tier that has done something."""
@@ -321,6 +328,7 @@ class History:
     def __init__(self) -> None:
         self.primary = PrimaryCounts()
         self.tiers = [TierCounts() for _ in TIERS]
+        self.sources = [SourceCounts() for _ in range(1 + len(TIERS))]
         self.backends: list[dict[str, Any]] = [{} for _ in TIERS]
         self.faults = 0
         self.activity = 0
@@ -328,12 +336,20 @@ class History:
     def statistics(self) -> Statistics:
         self.activity += 1
         nothing = dict.fromkeys(
-            set(PrimaryStatistics.__struct_fields__) - {"slot_count", "counts"}, 0
+            set(PrimaryStatistics.__struct_fields__)
+            - {"slot_count", "counts", "sources", "misses"},
+            0,
         )
         known = {"name", "breaker", "connection", "counts", "backend_counters", "backend_gauges"}
         idle = dict.fromkeys(set(TierStatistics.__struct_fields__) - known, 0)
         return Statistics(
-            primary=PrimaryStatistics(slot_count=8, counts=self.primary.snapshot(), **nothing),
+            primary=PrimaryStatistics(
+                slot_count=8,
+                counts=self.primary.snapshot(),
+                sources=tuple(each.snapshot() for each in self.sources),
+                misses=({},) * len(self.sources),
+                **nothing,
+            ),
             tiers=tuple(
                 TierStatistics(
                     name=tier.name,
@@ -353,7 +369,13 @@ class History:
 
     def drain_observations(self) -> Observations:
         none = TierObservations(probe_seconds=[float("nan")], jobs=[])
-        return Observations(allocation_sizes=[], lookup_seconds=[], tiers=(none,) * len(TIERS))
+        return Observations(
+            allocation_sizes=[],
+            lookup_seconds=[],
+            wait_seconds=[],
+            absent_seconds=[(0, float("nan"))],
+            tiers=(none,) * len(TIERS),
+        )
 
 
 COUNT = strategies.one_of(strategies.integers(-5, 50), strategies.floats(-5.0, 50.0))

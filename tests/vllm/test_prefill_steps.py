@@ -24,7 +24,6 @@ class Engine:
         self.steps = PrefillSteps(
             CHUNK,
             lambda *step: self.told.append(step),
-            is_wanted=True,
             offers_first=offers_first,
         )
         self.keys = [bytes([number]) for number in range(12)]

@@ -61,9 +61,11 @@ class AdmissionGate(Actor):
             return
         assert len(admitted) == len(message.keys), "a block would be read for ever"
         refused = [not each for each in admitted]
+        keys = tuple(compress(message.keys, refused))
+        self.primary.post(m.NotAdmitted(tier=self.tier, keys=keys))
         self.link.post(
             m.CascadeRefused(
-                keys=tuple(compress(message.keys, refused)),
+                keys=keys,
                 slots=tuple(compress(message.slots, refused)),
                 epoch=message.epoch,
             )

@@ -30,6 +30,7 @@ from kvtier.core.backend_counts import BackendCounts
 from kvtier.core.generations import mark_of_name
 from kvtier.core.policy_actor import new_policy
 from kvtier.core.statistics import JobObservation, Observed, TierCounts, TierStatistics
+from kvtier.engine.account.read_share import ReadShare
 from kvtier.engine.link.audit import LinkAudit
 from kvtier.engine.link.circuit_breaker import Work, worst
 from kvtier.engine.link.flights import Numbers
@@ -71,6 +72,7 @@ class TierLink(Actor):
         self.log = log
         self.counts = TierCounts()
         self.backend_counts = BackendCounts()
+        self._read_share = ReadShare(self.counts)
         self.ended_jobs: Observed[JobObservation] = Observed()
         self.tells_uses = False  #: whether the tier evicts, and so needs reports of use
         self.serves_others = False  #: whether it asks for blocks by itself
@@ -269,10 +271,12 @@ class TierLink(Actor):
         self.counts.late_completions += not job.is_awaited
         if not job.is_load:
             self._stored(job, outcomes)
-        elif job.is_awaited:
-            self._end_promotion(job, outcomes)
         else:
-            self._arrived_late(job, outcomes)
+            self._read_share.on_loaded(job.done(outcomes))
+            if job.is_awaited:
+                self._end_promotion(job, outcomes)
+            else:
+                self._arrived_late(job, outcomes)
         self._send_all()  # a place is free, for either kind
         self._ask_again()
 
@@ -284,7 +288,9 @@ class TierLink(Actor):
             self.primary.post(m.SlotsReleased(slots=job.slots))
 
     def _stored(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
-        self.contents.stored(job.done(outcomes), job.epoch)
+        done = job.done(outcomes)
+        self.contents.stored(done, job.epoch)
+        self._read_share.on_stored(done)
         is_whole = self.write_backlog.stored(job, outcomes, self.time.now)
         if not is_whole or self.write_backlog.is_full(self.time.now):
             self._refuse(self._stores.waiting.pop_all())  # They may follow missing blocks.

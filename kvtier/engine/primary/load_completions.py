@@ -38,6 +38,7 @@ class LoadCompletions:
         self._lookups = lookups
         self._eviction = eviction
         self._directory = lookups.directory
+        self._account = lookups.account
         self._became_ready = became_ready
         self._not_filled = not_filled
         self._epoch = 0
@@ -66,7 +67,8 @@ class LoadCompletions:
             self.release(message.slots)
             return
         arrived: Batch = ([], [])
-        failed = []
+        failed: list[Key] = []
+        damaged: list[Key] = []
         request_id = ""
         for key, slot, outcome in zip(message.keys, message.slots, message.outcomes, strict=True):
             if outcome is Outcome.DONE:
@@ -79,8 +81,12 @@ class LoadCompletions:
             else:
                 self._directory.failed(key, self._promotions.on_lost(key, slot), message.tier)
                 self._slots.fail_fill(slot)
-                failed.append(key)
-        self._not_filled(failed)
+                (damaged if outcome is Outcome.DAMAGED else failed).append(key)
+        self._account.on_arrived(arrived[0], message.tier)
+        if damaged or failed:
+            self._account.on_gone(damaged, message.tier, "damaged")
+            self._account.on_gone(failed, message.tier, "load_failed")
+            self._not_filled([*damaged, *failed])
         self._slots.fill(arrived[1], self._slots.tier_fills)
         self._became_ready(*arrived, request_id, 0)
 
@@ -90,6 +96,7 @@ class LoadCompletions:
         for key, slot in zip(message.keys, message.slots, strict=True):
             self._directory.failed(key, self._promotions.on_lost(key, slot), message.tier)
             self._slots.quarantine(slot, 1)
+        self._account.on_gone(message.keys, message.tier, "load_failed")
         self._not_filled(message.keys)
 
     def _withdrawn(self, message: m.PromotionWithdrawn) -> None:

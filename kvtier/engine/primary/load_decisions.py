@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from kvtier.core.actor import Mailbox
     from kvtier.core.messages import GroupKeys, LoadCost, TokenPlace
-    from kvtier.core.statistics import PrimaryCounts
+    from kvtier.engine.account.sources import Account
     from kvtier.engine.decide.load_decision import Cut, Rates
     from kvtier.engine.primary.promotions import Promotions
     from kvtier.engine.primary.requests import Request
@@ -77,18 +77,18 @@ class LoadDecisions:
         slots: SlotTable,
         directory: TierDirectory,
         promotions: Promotions,
-        counts: PrimaryCounts,
+        account: Account,
         log: Mailbox,
     ) -> None:
         self._slot_of = slots.slot_of
         self._directory = directory
         self._promotions = promotions
-        self.counts = counts
+        self.account = account
+        self.counts = account.primary
         self._log = log
         self._names = [tier.name for tier in config.tiers]
         self._wait_timeout_s = config.wait_timeout_s
-        #: whether the engine's steps are of any use here
-        self.learns_from_steps = config.load_policy == "auto" and bool(config.tiers)
+        self._decides = config.load_policy == "auto" and bool(config.tiers)
         self._speed = PrefillSpeed(config.prefill_tokens_per_s)
         self._queue = PrefillBacklog()
         self._costs: dict[int, LoadCost | None] = {}
@@ -102,7 +102,7 @@ class LoadDecisions:
     @property
     def wants_places(self) -> bool:
         """Whether there is anything to decide now, so that lookups should pass their place."""
-        return self.learns_from_steps and self._speed.rates is not None
+        return self._decides and self._speed.rates is not None
 
     def _cost_learned(self, message: m.LoadCostLearned) -> None:
         self._costs[message.tier] = message.cost
@@ -112,6 +112,11 @@ class LoadDecisions:
         if expected_s is not None and message.seconds is not None:
             self.counts.prefill_expected_seconds += expected_s
             self.counts.prefill_seconds += message.seconds
+
+    def prefill_s(self, first: int, end: int) -> float:
+        """Return the time to compute these tokens of a prompt; 0 while that is not known."""
+        rates = self._speed.rates
+        return 0.0 if rates is None else rates.seconds(first, end)
 
     # --- deciding ---
 
@@ -181,7 +186,7 @@ class LoadDecisions:
 
     def _estimates(self, request: Request, now: float) -> Estimates | None:
         """Return what a decision for ``request`` is based on; None: nothing is to be decided."""
-        rates = self._speed.rates if self.learns_from_steps else None
+        rates = self._speed.rates if self._decides else None
         if rates is None:
             return None
         if self._directory.is_apart(request.search.request):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
+from kvtier.engine.account.sources import PRIMARY
 from kvtier.engine.decide.load_decision import ASKING, NOWHERE
 from kvtier.engine.primary.eviction import LookupAfterEviction
 from kvtier.engine.primary.slot_table import SlotState
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvtier.core.actor import Mailbox
-    from kvtier.core.statistics import PrimaryCounts
+    from kvtier.core.statistics import AbsenceReason, PrimaryCounts
     from kvtier.engine.primary.eviction import Eviction
     from kvtier.engine.primary.load_decisions import LoadDecisions
     from kvtier.engine.primary.promotions import Promotions
@@ -38,6 +39,9 @@ ABSENT: Final = BlockState.ABSENT
 FILLING: Final = BlockState.FILLING
 READY: Final = BlockState.READY
 _SLOT_READY: Final = int(SlotState.READY)
+
+
+NO_ROOM: Final[tuple[int, AbsenceReason]] = (PRIMARY, "no_room")
 
 
 class LookedUp(NamedTuple):
@@ -76,6 +80,7 @@ class Lookups:
         self.counts: PrimaryCounts = decisions.counts
         self._room = room
         self._decisions = decisions
+        self.account = decisions.account
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         """Return the handlers of the messages that the primary tier leaves to this."""
@@ -93,6 +98,34 @@ class Lookups:
             name: LookedUp(frozenset(each.hits), frozenset(each.misses), each.room_wanted)
             for name, each in self.requests.items()
         }
+
+    def on_load(self, message: m.PrepareLoad) -> None:
+        """Account for blocks that the GPU is about to read."""
+        request = self.requests.get(message.request)
+        if request is None:
+            return
+        request.count(self.counts)
+        self.end_wait(request)
+        if message.tokens is not None:
+            first, end = message.tokens
+            self.account.on_load(message.keys, request.sources, end - first)
+            self.counts.prefill_saved_seconds += self._decisions.prefill_s(first, end)
+
+    def end_wait(self, request: Request) -> None:
+        """Note that a request goes on, whatever tiers do."""
+        since = request.end_wait()
+        if since is not None:
+            self.account.on_wait_ended(since)
+
+    def miss(
+        self, key: Key, request: Request, why: tuple[int, AbsenceReason] | None = None
+    ) -> None:
+        """Account for the first block that a request does not get, once a wait.
+
+        ``why``: the source and the reason, if known.
+        """
+        if request.mark_missed():
+            self.account.on_miss(key, why or self.directory.absence_of(key, request.search))
 
     def count_of(self, request_id: RequestId) -> None:
         """Add a request's lookups to the counts, if it runs."""
@@ -122,6 +155,7 @@ class Lookups:
         search = request.search
         tier = self._find(key, search) if search.tiers else NOWHERE
         if tier == NOWHERE:
+            self.miss(key, request)
             self.reply(ABSENT)
             return
         state = self._go_on(tier, key, request)
@@ -137,6 +171,8 @@ class Lookups:
         if state is None:
             waits = request.room_wanted > 0
             self.counts.promotions_refused += not waits
+            if not waits:
+                self.miss(key, request, NO_ROOM)
             state = BlockState.PROBING if waits else ABSENT
         self.reply(state)
 
@@ -172,6 +208,7 @@ class Lookups:
                 request.misses.add(key)
             states.append(state)
             if state is ABSENT:
+                self.miss(key, request)
                 break
         if request.misses.isdisjoint(hits):
             request.hits.update(hits)
@@ -199,6 +236,7 @@ class Lookups:
         """
         if tier == NOWHERE:
             return ABSENT
+        request.wait_for_tiers(self.account.now)
         if tier == ASKING:
             return BlockState.PROBING
         if request.room_wanted and self._promotions.lets_wait(request):
@@ -206,6 +244,7 @@ class Lookups:
             return BlockState.PROBING
         if not self._promotions.has_room():
             self.counts.promotions_refused += 1
+            self.miss(key, request, NO_ROOM)
             return ABSENT
         if not self._slots.free_count():
             return None

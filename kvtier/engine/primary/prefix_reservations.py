@@ -65,6 +65,7 @@ class PrefixReservations:
         self._promotions = promotions
         self._eviction = eviction
         self._counts = lookups.counts
+        self._lookups = lookups
         self._decisions = decisions
         self._requests = lookups.requests
 
@@ -94,11 +95,18 @@ class PrefixReservations:
         if state is READY and slot is not None:
             self._slots.note_hit(slot)
         if request is not None:
-            if state is READY and key not in request.misses:
-                request.hits.add(key)
-            elif key not in request.hits:
-                request.misses.add(key)
+            if state is ABSENT:
+                self._lookups.miss(key, request)
+            self._note(key, state, request, is_at_tier=slot is None and state is not ABSENT)
         self.reply(state)
+
+    def _note(self, key: Key, state: BlockState, request: Request, *, is_at_tier: bool) -> None:
+        if state is READY and key not in request.misses:
+            request.hits.add(key)
+        elif key not in request.hits:
+            request.misses.add(key)
+        if is_at_tier:
+            request.wait_for_tiers(self._lookups.account.now)
 
     def reserve(self, message: ReservePrefix) -> None:
         """Promote and lease a prefix across groups; reply with its tokens, 0 for none."""

@@ -23,6 +23,7 @@ from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.events import PRIMARY, Event, EventKind, EventLog
 from kvtier.core.policy_actor import POLICY_TIME_S, new_policy
 from kvtier.core.statistics import Observed, PrimaryCounts, PrimaryStatistics
+from kvtier.engine.account.sources import Account
 from kvtier.engine.primary.audit import PrimaryAudit
 from kvtier.engine.primary.cascades import Cascades
 from kvtier.engine.primary.eviction import Eviction, StoreAfterEviction
@@ -70,6 +71,7 @@ class PrimaryTier(Actor):
         self._events = EventLog(PRIMARY, collects=collect_events)
         self._filter = StoreFilter.if_wanted(config.store_threshold, config.max_tracker_size)
         self.slots = SlotTable(config.slot_count)
+        self.account = Account(self.counts, config.slot_count, len(config.tiers))
         self.promotions = Promotions(
             self.slots, config.slot_count - config.store_reserve_slots, config.lease_timeout_s
         )
@@ -78,7 +80,7 @@ class PrimaryTier(Actor):
         self._eviction = Eviction(self.slots, self._prefixes, policy)
         self._directory = TierDirectory(len(config.tiers), config.directory_keys_max)
         self.decisions = LoadDecisions(
-            config, self.slots, self._directory, self.promotions, self.counts, log
+            config, self.slots, self._directory, self.promotions, self.account, log
         )
         self._lookups = Lookups(
             self.slots,
@@ -133,6 +135,7 @@ class PrimaryTier(Actor):
             wire.PolicyReturned: self._new_policy,
             m.TierIsRequestScoped: self.request_tiers.mark_request_scoped,
             m.CascadeWanted: self._cascade_wanted,
+            m.NotAdmitted: lambda x: self.account.on_gone(x.keys, x.tier, "not_admitted"),
             m.CascadeEnded: self._cascade_ended,
             m.CascadeDeferred: self._cascade_deferred,
             m.StoresWanted: self._stores_wanted,
@@ -153,7 +156,8 @@ class PrimaryTier(Actor):
 
     def statistics(self) -> PrimaryStatistics:
         """Return a frozen snapshot."""
-        return self.slots.statistics(self.promotions.held_slots, len(self._requests), self.counts)
+        held = self.promotions.held_slots
+        return self.slots.statistics(held, len(self._requests), self.account)
 
     def audit(self) -> PrimaryAudit:
         """Return the whole state, frozen. For tests and diagnosis: it costs O(n)."""
@@ -189,6 +193,7 @@ class PrimaryTier(Actor):
     def _evicted(self, keys: Sequence[Key]) -> None:
         if keys:
             self.counts.evictions += len(keys)
+            self.account.on_evicted(keys)
             self._cascades.leave(keys)
             self._events.add(EventKind.REMOVED, keys)
 
@@ -209,7 +214,7 @@ class PrimaryTier(Actor):
         if not self.slots.are_ready(found):
             self.reply(None)
             return
-        self._lookups.count_of(message.request)
+        self._lookups.on_load(message)
         self._prefixes.use(message.request, keys, message.order)
         self.slots.pin(found)
         self._gpu_loads.begin(message.request, keys)
@@ -452,6 +457,7 @@ class PrimaryTier(Actor):
         for tier in range(len(self.links)) if unwanted else tiers:
             self.links[tier].post(m.Withdraw(name, unwanted))
         self._end_leases(name)
+        self._lookups.end_wait(request)
         request.end_reservation()
 
     # --- steps, time, resets ---
@@ -467,6 +473,7 @@ class PrimaryTier(Actor):
 
     def _pass_time(self, now: float) -> None:
         self.promotions.pass_time(now)
+        self.account.pass_time(now)
         if now - self._policy_time >= POLICY_TIME_S:
             self._policy_time = now
             for policy in self._policies:
@@ -485,6 +492,7 @@ class PrimaryTier(Actor):
             request.reset()
         self.slots.reset(self._gpu_loads.reset(self._slot_of))
         self._cascades.reset()
+        self.account.reset()
         self._directory.reset()
         for link in self.links:
             link.post(m.Withdraw(None))
@@ -504,6 +512,8 @@ class PrimaryTier(Actor):
     def _presence_learned(self, message: m.PresenceLearned) -> None:
         if message.since == self._since:
             self._directory.learn(message.tier, message.added, message.removed)
+            if message.removed:
+                self.account.on_gone(message.removed, message.tier, "evicted")
 
     def _link_failed(self, message: m.LinkFailed) -> None:
         """Give up all fills from the tier; its release of the slots will never be reported."""

@@ -35,6 +35,8 @@ class Request:
         "room_wanted",
         "search",
         "sources",
+        "waits_since",
+        "was_missed",
     )
 
     def __init__(self, search: Search) -> None:
@@ -47,6 +49,8 @@ class Request:
         self.room_until = 0.0  #: then it goes on with as many as there are
         self.reserved: int | None = None  #: tokens of the prefix reserved for it, if any
         self.sources: dict[Key, int] = {}  #: the tier that delivered the key to it
+        self.waits_since: float | None = None  #: for tiers
+        self.was_missed = False  #: whether the end of its stored prefix is counted, in this wait
         # Invariant: a key is in one of these from its first lookup on, and never changes sides.
         #            Checked: count, p13_a_key_counts_once_for_a_request_as_a_hit_or_as_a_miss.
         # Each lookup keeps to it, in line. Otherwise counts would have to be taken back, and
@@ -90,8 +94,23 @@ class Request:
         """Let it reserve again, and make a new decision."""
         self.stop_waiting()
         self.reserved = None
-        self.is_weighed = False
+        self.is_weighed = self.was_missed = False
         self.patience_s = self.patience_max_s = NEVER
+
+    def wait_for_tiers(self, now: float) -> None:
+        """Note that it waits for tiers."""
+        if self.waits_since is None:
+            self.waits_since = now
+
+    def mark_missed(self) -> bool:
+        """Note that its stored prefix ends; return whether that was not noted in this wait."""
+        before, self.was_missed = self.was_missed, True
+        return not before
+
+    def end_wait(self) -> float | None:
+        """Note that it no longer waits for tiers; return since when it has, if it has."""
+        since, self.waits_since = self.waits_since, None
+        return since
 
     def delivered(self, key: Key, tier: int) -> None:
         """Note which tier delivered a key to it."""

@@ -37,12 +37,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.core.statistics import PrimaryCounts, PrimaryStatistics
+from kvtier.core.statistics import PrimaryStatistics
 from kvtier.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from kvtier.engine.account.sources import Account
     from kvtier.plugin_api.keys import Key, RequestId
 
 
@@ -155,7 +156,7 @@ class SlotTable:
         return self.count - self.free_count() - filling - len(self.quarantined)
 
     def statistics(
-        self, promotion_slots: int, requests: int, counts: PrimaryCounts
+        self, promotion_slots: int, requests: int, account: Account
     ) -> PrimaryStatistics:
         """Count the slots in each state now, and add the counts kept by others."""
         return PrimaryStatistics(
@@ -168,7 +169,9 @@ class SlotTable:
             pinned_slots=len(self.pins),
             promotion_slots=promotion_slots,
             requests=requests,
-            counts=counts.snapshot(),
+            counts=account.primary.snapshot(),
+            sources=tuple(each.snapshot() for each in account.counts),
+            misses=tuple(each.copy() for each in account.misses),
         )
 
     def audit(self) -> SlotAudit:

@@ -28,6 +28,7 @@ from kvtier.plugin_api.keys import GROUP_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from kvtier.core.statistics import AbsenceReason
     from kvtier.plugin_api.keys import Key, RequestId, TierSet
 
 _ALL: Final = -1  # tiers
@@ -282,6 +283,16 @@ class TierDirectory:
         if verdict is not None:
             return allowed & verdict, 0
         return allowed & self._known.get(key, 0), allowed & self._answering
+
+    def absence_of(self, key: Key, search: Search) -> tuple[int, AbsenceReason] | None:
+        """Return why no tier is asked for a key, if that is known: the source and the reason."""
+        declined = search.failed.get(key, 0)
+        if declined == _ALL:
+            return 0, "recomputed"
+        down = search.tiers & ~self._usable & ((1 << self._tier_count) - 1)
+        if down and not declined & down:
+            return (down & -down).bit_length(), "tier_down"
+        return None
 
     def decline(self, keys: Iterable[Key], search: Search) -> None:
         """Find these keys nowhere for this request, until it no longer waits."""

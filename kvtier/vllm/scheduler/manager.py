@@ -281,14 +281,15 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         state = self.requests.of(request)
         self._loading.append(request)
         self._group_lookups.mark_decided(state)
-        self._steps.on_load(state.prompt, keys, end_of)
+        tokens = self._steps.on_load(state.prompt, keys, end_of)
         order = state.order.untold(end_of)
         if not self._several_groups:
-            return CPULoadStoreSpec(self.facade.prepare_load(keys, request, order=order))
+            slots = self.facade.prepare_load(keys, request, order=order, tokens=tokens)
+            return CPULoadStoreSpec(slots)
         ordered = in_token_order(keys, end_of)
-        loaded = self.facade.prepare_load(ordered, request, order=order)
-        slots = dict(zip(ordered, loaded, strict=True))
-        return CPULoadStoreSpec([slots[key] for key in keys])
+        loaded = self.facade.prepare_load(ordered, request, order=order, tokens=tokens)
+        slot_of = dict(zip(ordered, loaded, strict=True))
+        return CPULoadStoreSpec([slot_of[key] for key in keys])
 
     @override
     def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
@@ -374,8 +375,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._resumed.end_step(self.requests.runs_of(scheduled) if scheduled else ())
         self._reset_step()
         self.facade.step_end()
-        if self._tiers:
-            self._yield_if_spinning()
+        self._end_step()
         if not self._unlinked:
             self._unlinked = self._region.try_unlink()
         if self._flush_steps_left:
@@ -397,7 +397,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._ahead_of = self._sources_of = None
         self._loading.clear()
 
-    def _yield_if_spinning(self) -> None:
+    def _end_step(self) -> None:
         """Let tiers' threads run while the engine steps without any work of its own.
 
         An in-process engine spins while requests wait for a promotion, and
@@ -406,7 +406,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         """
         now, running = time.monotonic(), self.requests.running
         self._steps.on_step_end(now, running)
-        spins = not running and now - self._last_step < SPIN_S
+        spins = bool(self._tiers) and not running and now - self._last_step < SPIN_S
         if spins and self.facade.has_pending_work():
             time.sleep(SPIN_YIELD_S)
             now = time.monotonic()

@@ -12,13 +12,14 @@ import time
 from hashlib import blake2b
 from importlib.metadata import version
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, get_args
 
 import vllm
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from kvtier.core.metrics import (
+    ABSENT_SECONDS,
     BREAKER,
     BYTES_PER_SECOND,
     CAPACITY,
@@ -32,15 +33,17 @@ from kvtier.core.metrics import (
     LOAD_BYTES,
     LOAD_SECONDS,
     LOOKUPS_PER_SECOND,
+    MISSES,
     SLOTS,
     STORE_BYTES,
     STORE_SECONDS,
     USED,
+    WAIT_SECONDS,
     Series,
     backend_series,
     counter_series,
 )
-from kvtier.core.statistics import PrimaryCounts, TierCounts
+from kvtier.core.statistics import AbsenceReason, PrimaryCounts, SourceCounts, TierCounts
 from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.backend import Connection
 from kvtier.plugin_api.metrics import Gauge
@@ -154,6 +157,12 @@ class _Counters(Generic[C]):
 
 def _faults() -> _Counters[int]:
     return _Counters([(FAULTS.name, ())], lambda now: (now,))
+
+
+def _misses(label: _Label) -> _Counters[Mapping[AbsenceReason, int]]:
+    reasons = get_args(AbsenceReason)
+    series = [(MISSES.name, (*label, reason)) for reason in reasons]
+    return _Counters(series, lambda now: tuple(now.get(reason, 0) for reason in reasons))
 
 
 def _drops() -> _Counters[Mapping[str, int]]:
@@ -287,6 +296,11 @@ class MetricsExporter:
         self._tiers = [
             _Tier(tier.name, tier.type, _tier_counters(tier.name)) for tier in config.tiers
         ]
+        self._source_labels = [_PRIMARY_LABEL, *((tier.name,) for tier in config.tiers)]
+        self._sources: list[_Counters[SourceCounts]] = [
+            _Counters.of(counter_series(SourceCounts, "", label)) for label in self._source_labels
+        ]
+        self._misses = [_misses(label) for label in self._source_labels]
         self._faults = _faults()
         self._drops = _drops()
         self._slots: tuple[float | None, ...] = (None,) * len(_SLOT_GAUGES)
@@ -331,6 +345,10 @@ class MetricsExporter:
         if self._slots[0] is None:
             self._report_once(sample, now.primary.slot_count)
         self._primary.report(sample, now.primary.counts)
+        for counters, source in zip(self._sources, now.primary.sources, strict=True):
+            counters.report(sample, source)
+        for misses, reasons in zip(self._misses, now.primary.misses, strict=True):
+            misses.report(sample, reasons)
         self._faults.report(sample, now.faults)
         self._report_slots(sample, now.primary)
         for reported, tier in zip(self._tiers, now.tiers, strict=True):
@@ -385,6 +403,10 @@ class MetricsExporter:
             sample.observe(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
         for seconds in observations.lookup_seconds:
             sample.observe(TieringOffloadingMetrics.LOOKUP_SYNC_DELAY, seconds, _PRIMARY_LABEL)
+        for seconds in observations.wait_seconds:
+            sample.observe(WAIT_SECONDS.name, seconds)
+        for number, seconds in observations.absent_seconds:
+            sample.observe(ABSENT_SECONDS.name, seconds, self._source_labels[number])
         for reported, tier in zip(self._tiers, observations.tiers, strict=True):
             name = reported.name
             for seconds in tier.probe_seconds:

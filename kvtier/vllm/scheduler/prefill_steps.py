@@ -48,15 +48,12 @@ class PrefillSteps:
         chunk_tokens: int,
         tell: Callable[[int, int, float | None], None],
         *,
-        is_wanted: bool,
         offers_first: bool,
     ) -> None:
         """``chunk_tokens``: the tokens that a key covers, if there is one KV-cache group.
 
-        ``is_wanted``: whether any decision uses the result; else nothing is noted.
         ``offers_first``: whether vLLM offers a step's chunks before it calls ``on_schedule_end``.
         """
-        self._is_wanted = is_wanted
         self._offers_first = offers_first
         self._begun = (0, 0)  # computed by the step that has begun
         self._chunk_tokens = chunk_tokens
@@ -74,13 +71,12 @@ class PrefillSteps:
         return cls(
             chunk_tokens,
             facade.on_step_computed,
-            is_wanted=facade.learns_from_steps,
             offers_first=OFFERS_BEFORE_STEP_ENDS,
         )
 
     def looks_up(self, prompt: Prompt, key: bytes, end_of: dict[bytes, int]) -> TokenPlace | None:
         """Note that a request waits, and looks up ``key`` first. Return the key's place."""
-        end = end_of.get(key) if self._is_wanted else None
+        end = end_of.get(key)
         if end is None:
             return None
         first = max(0, end - self._chunk_tokens)
@@ -89,20 +85,23 @@ class PrefillSteps:
 
     def looks_up_from(self, prompt: Prompt, first_token: int, end_of: Mapping[bytes, int]) -> None:
         """Note the same for a request whose keys belong to several groups."""
-        if self._is_wanted:
-            prompt.computed, prompt.end = first_token, max(end_of.values(), default=0)
+        prompt.computed, prompt.end = first_token, max(end_of.values(), default=0)
 
-    def on_load(self, prompt: Prompt, keys: Collection[bytes], end_of: dict[bytes, int]) -> None:
+    def on_load(
+        self, prompt: Prompt, keys: Collection[bytes], end_of: dict[bytes, int]
+    ) -> tuple[int, int] | None:
         """Note that the GPU reads a request's prompt up to the last of ``keys``.
 
-        It computes none of these tokens. Several groups are all read up to the same token.
+        Return where the tokens that it need not compute begin and end, if that is known. Several
+        groups are all read up to the same token.
         """
-        if not self._is_wanted:
-            return
-        if prompt.computed is not None and keys:
-            prompt.computed = max(prompt.computed, end_of.get(_last(keys), 0))
         self._loading += not prompt.is_loading
         prompt.is_loading = True
+        before = prompt.computed
+        if before is None or not keys:
+            return None
+        prompt.computed = max(before, end_of.get(_last(keys), 0))
+        return before, prompt.computed
 
     def on_loaded(self, prompt: Prompt) -> None:
         """Note that the GPU has read them, or that the request is over."""
@@ -111,7 +110,7 @@ class PrefillSteps:
 
     def on_offer(self, prompt: Prompt, keys: Collection[bytes], end_of: dict[bytes, int]) -> None:
         """Note that a request has computed its prompt up to the last of ``keys``."""
-        if not (keys and self._is_wanted):
+        if not keys:
             return
         end, before = end_of.get(_last(keys), 0), prompt.computed
         if before is None:  # there was nothing to look up; how much the GPU had is unknown
@@ -131,8 +130,6 @@ class PrefillSteps:
 
     def on_step_end(self, now: float, others: int) -> None:
         """Report a step. ``others``: running requests, except those that wait for lookups."""
-        if not self._is_wanted:
-            return
         tokens, attention = self._tokens, self._attention
         self._tokens = self._attention = 0
         if self._offers_first:

@@ -1,0 +1,1 @@
+"""Accounts for what offloading gives and costs, and for why requests miss."""

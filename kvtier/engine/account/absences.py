@@ -1,0 +1,71 @@
+"""Remembers, for a sample of the blocks that left recently, from where they went, and why.
+
+A prefix ends at one block, so a request asks for one key here. Every n-th key that goes is
+remembered, and counts n times when it is asked for, so that the counts estimate what all would
+have counted. Of a small engine all are remembered, and the counts are exact.
+
+Rejected: remembering all of a large engine. At a million slots that is 200 MB for a horizon of
+one turnover.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier.core.statistics import AbsenceReason
+    from kvtier.plugin_api.keys import Key
+
+REMEMBERED_MIN: Final = 4096
+REMEMBERED_MAX: Final = 32_768
+SLOTS_A_KEY: Final = 16
+"""One key is remembered for so many slots, within these limits."""
+
+TURNOVERS: Final = 4
+"""The horizon, in evictions, as a multiple of the slots."""
+
+
+class Absence(NamedTuple):
+    """Why a block is gone."""
+
+    source: int
+    reason: AbsenceReason
+    since: float
+    weight: int  #: how many blocks it stands for
+
+
+class Absences:
+    """The sample of one engine."""
+
+    def __init__(self, slot_count: int) -> None:
+        self._keys_max = min(max(slot_count // SLOTS_A_KEY, REMEMBERED_MIN), REMEMBERED_MAX)
+        self._every = max(1, TURNOVERS * slot_count // self._keys_max)
+        self._skipped = 0  # keys until the next that is remembered
+        self._of: dict[Key, Absence] = {}  # the oldest first
+
+    def add(self, keys: Sequence[Key], source: int, reason: AbsenceReason, now: float) -> None:
+        """Note that these blocks are gone from a source, or never got there."""
+        every, first = self._every, self._skipped
+        self._skipped = (first - len(keys)) % every
+        if first >= len(keys):
+            return
+        absence = Absence(source, reason, now, every)
+        for key in keys[first::every]:
+            before = self._of.pop(key, None)
+            is_told = before is not None and before.reason == "not_admitted"
+            self._of[key] = before if is_told and before is not None else absence
+        excess = len(self._of) - self._keys_max
+        if excess > 0:
+            for key in list(islice(self._of, excess)):
+                del self._of[key]
+
+    def of(self, key: Key) -> Absence | None:
+        """Return why a block is gone, if it is remembered."""
+        return self._of.get(key)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._of.clear()
