@@ -60,7 +60,12 @@ async def test_the_capacity_is_whole_blocks_and_obeyed() -> None:
     assert await store(backend, KEYS[:1]) == [Outcome.DONE]
     await backend.remove(KEYS[:1])
     assert await store(backend, KEYS[4:5]) == [Outcome.DONE]
-    assert backend.counters() == {"blocks": 3, "stores_full": 2}
+    assert backend.counters() == {
+        "capacity_bytes": 64 * 3,
+        "used_bytes": 64 * 3,
+        "blocks": 3,
+        "stores_full": 2,
+    }
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_an_engine_that_is_killed_with_its_memory_while_another_loads_is_a_miss(
             tier = other.tier()
             assert tier["connection"] == "UP", tier
             # Its end refused what was under way, which is a miss; or the time was over before.
-            assert tier["counts"]["absent"] + tier["counts"]["failed"] > 0, tier
+            assert tier["counts"]["load_misses"] + tier["counts"]["failed"] > 0, tier
             assert tier["counts"]["damaged"] == 0, tier
 
             until(lambda: cluster.master.count("master_key_count") < kept)  # the master has noticed

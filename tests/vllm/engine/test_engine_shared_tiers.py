@@ -99,7 +99,7 @@ def assert_sound(told: Mapping[str, Any]) -> None:
     assert_at_rest(told["statistics"])
     for tier in told["statistics"]["tiers"]:
         assert tier["connection"] == "UP", tier
-        wrong = ("damaged", "failed", "absent", "broke", "breaker_opened", "connections_lost")
+        wrong = ("damaged", "failed", "load_misses", "crashes", "breaker_opened", "connections_lost")
         late = ("jobs_timed_out", "probes_timed_out", "stores_deferred", "promotions_dropped")
         assert not any(tier["counts"][name] for name in (*wrong, *late)), tier
 
@@ -200,7 +200,7 @@ def test_an_engine_without_the_key_or_with_another_one_finds_nothing(
     (of_stranger,) = stranger["statistics"]["tiers"]
     assert of_keyless["counts"]["promotion_jobs"] == 0
     assert of_stranger["counts"]["damaged"] == BLOCKS
-    assert 0 < of_stranger["backend"]["unauthenticated"] <= BLOCKS  # told once a second
+    assert 0 < of_stranger["backend_counters"]["unauthenticated"] <= BLOCKS  # told once a second
 
 
 # --- two engines at once ---

@@ -287,7 +287,7 @@ def test_a_disk_that_lies_fills_up_and_vanishes(
     damaged = disk["counts"]["damaged"]
     assert 2 <= damaged <= 2 * BLOCKS  # those of a wrong length aren't even tried
     assert told["damaged"]["metrics"]['kvtier:tier_damaged{tier="1:fs"}'] == damaged
-    assert small["counts"]["full"] > 0
+    assert small["counts"]["stores_rejected"] > 0
     assert told["damaged"]["metrics"]['kvtier:tier_stores_rejected{tier="2:fs"}'] > 0
 
     assert told["mended"]["cached"] == LENGTHS

@@ -69,7 +69,7 @@ def start_and_play(
     """
     with engine(model, on_disk_and_fs(root, **settings.pop("keys", {})), **settings) as running:
         for _ in looks(running.statistics):
-            if "blocks" in running.settle()["tiers"][0]["backend"]:
+            if "blocks" in running.settle()["tiers"][0]["backend_gauges"]:
                 break
         return [play_round(running, prompts_of(lengths)) for _ in range(rounds)]
 
