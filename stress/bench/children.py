@@ -11,12 +11,16 @@ import os
 import subprocess
 import sys
 import tempfile
+import uuid
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from kvtier.errors import KVTierError
+from kvtier.settings.host_memory import SHARED_MEMORY_FOLDER
 from kvtier.tools.process_group import process_group
+from kvtier.vllm.memory.region import sweep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -118,3 +122,25 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# --- What the benchmarks of real engines share: how an engine's process is started and left.
+
+
+ENVIRONMENT: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engines are stepped by the benchmark
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",  # tiers' threads get the other cores
+}
+
+
+@contextmanager
+def own_engine_id() -> Iterator[str]:
+    """Name an engine, and remove its host memory at the end: one that is killed leaves it."""
+    engine_id = f"bench-{uuid.uuid4()}"
+    try:
+        yield engine_id
+    finally:
+        for path in Path(SHARED_MEMORY_FOLDER).glob(f"vllm_offload_{engine_id}*"):
+            path.unlink(missing_ok=True)
+        sweep(SHARED_MEMORY_FOLDER)

@@ -8,31 +8,29 @@ are right again.
 
 from __future__ import annotations
 
+import json
+import random
 import statistics
+import sys
+import tempfile
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvtier.errors import InternalError
+from kvtier.errors import InternalError, Misuse
+from kvtier.plugin_api.sizes import parse_size
 from kvtier.tools.terminal import progress, table
-from stress.bench.decide_engines import start_engines
-from stress.bench.decide_plan import (
-    AUTO,
-    BLOCK_BYTES,
-    BLOCK_TOKENS,
-    LOAD,
-    POLICIES,
-    RECOMPUTE,
-    WINDOW,
-    read_plan,
-)
-from stress.bench.harness import Option, Report, medians, orders
+from stress.bench.children import ENVIRONMENT, Part, own_engine_id, start_part
+from stress.bench.harness import Option, Report, medians, orders, own_folder
+from stress.bench.rated_tier import TYPE_NAME, Rate, RatedBackend, register
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from stress.bench.decide_engines import Engines
-    from stress.bench.decide_plan import Cell, Plan, Speed
+    from stress.bench.driven_engine import DrivenEngine
 
 OPTIONS: Final = (
     Option(
@@ -268,3 +266,256 @@ def _step_row(step: dict[str, Any]) -> list[str]:
         f"over {len(step['first_token_s'])}" if after is None else f"{after}",
         f"{PROMISED_REQUESTS}",
     ]
+
+
+# --- What ``stress.bench decide`` asks for: tiers, prompts, clients; and the model's shape.
+#
+# The model's keys and values are so small, and its layers so large, that a CPU computes some tens
+# of MB of them a second. So storage of 2 MB/s loses against computing, and that of 2 GB/s wins.
+#
+
+
+BLOCK_TOKENS: Final = 32
+LAYERS, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY = 2, 4, 1, 64, 512
+#: keys and values of one block in float32; what one block of kvtier holds
+BLOCK_BYTES: Final = 2 * LAYERS * KV_HEADS * HEAD_SIZE * BLOCK_TOKENS * 4
+BATCH_TOKENS: Final = 2_048  #: that the engine computes in one step
+
+LOAD, RECOMPUTE, AUTO = "load", "recompute", "auto"
+POLICIES: Final = (LOAD, RECOMPUTE, AUTO)
+
+HANG: Final = "hang"
+TOKENS_MIN: Final = 4 * BLOCK_TOKENS
+TOKENS_MAX: Final = 32_000
+CLIENTS_MAX: Final = 64
+WINDOW: Final = 5
+"""Requests whose median tells whether a step was noticed: one on a busy machine tells nothing."""
+
+PROMPTS_MIN: Final = 4
+"""Of each length, so that a client does not ask for the same one each time."""
+
+
+class Speed(NamedTuple):
+    """How fast the tier is in some cells, as it was asked for."""
+
+    name: str
+    rate: Rate
+
+
+class Cell(NamedTuple):
+    """What is measured by itself."""
+
+    speed: Speed
+    tokens: int  #: in each prompt
+    clients: int  #: that ask at once
+
+
+class Plan(NamedTuple):
+    """All that is measured."""
+
+    speeds: tuple[Speed, ...]
+    prompts: tuple[int, ...]
+    clients: tuple[int, ...]
+    repeats: int
+    step_requests: int
+
+    def cells(self) -> list[Cell]:
+        """Return all cells. The tier never becomes faster: that is what the step is for."""
+        return [
+            Cell(speed, tokens, clients)
+            for speed in self.speeds
+            for tokens in self.prompts
+            for clients in self.clients
+        ]
+
+    @property
+    def prompts_stored(self) -> int:
+        """How many prompts of each length there are."""
+        return max(PROMPTS_MIN, *self.clients)
+
+    @property
+    def step_speeds(self) -> tuple[Speed, Speed] | None:
+        """The fastest and the slowest tier, between which it steps; None: there are no two."""
+        moving = [speed for speed in self.speeds if not speed.rate.hangs]
+        return (moving[0], moving[-1]) if len(moving) > 1 else None
+
+    @property
+    def step_tokens(self) -> int:
+        """The prompts of the step's traffic."""
+        return sorted(self.prompts)[len(self.prompts) // 2]
+
+
+def read_plan(asked: argparse.Namespace) -> Plan:
+    """Read what the command was given. Raises ``Misuse``."""
+    speeds = {speed.name: speed for speed in map(_speed, asked.rates.split(","))}
+    if 0 < asked.step_requests < WINDOW:
+        raise Misuse(f"--step-requests {asked.step_requests} must be at least {WINDOW}, or 0.")
+    return Plan(
+        tuple(sorted(speeds.values(), key=lambda speed: _slowness(speed.rate))),
+        _whole_numbers("--prompts", asked.prompts, TOKENS_MIN, TOKENS_MAX),
+        _whole_numbers("--clients", asked.clients, 1, CLIENTS_MAX),
+        asked.repeats,
+        asked.step_requests,
+    )
+
+
+def _speed(text: str) -> Speed:
+    name = text.strip()
+    if name == HANG:
+        return Speed(name, Rate(hangs=True))
+    bytes_per_s = parse_size(name.removesuffix("/s"))
+    if not bytes_per_s:
+        raise Misuse(
+            f"--rates: {name!r} is no rate. Give bytes a second, such as 20MB,2GB, or {HANG}."
+        )
+    return Speed(f"{name.removesuffix('/s')}/s", Rate(bytes_per_s=float(bytes_per_s)))
+
+
+def _slowness(rate: Rate) -> tuple[bool, float]:
+    return rate.hangs, -rate.bytes_per_s
+
+
+def _whole_numbers(option: str, text: str, least: int, most: int) -> tuple[int, ...]:
+    try:
+        numbers = sorted({int(each.replace("_", "")) for each in text.split(",")})
+    except ValueError:
+        raise Misuse(f"{option} {text!r}: give whole numbers, separated by commas.") from None
+    if not least <= numbers[0] <= numbers[-1] <= most:
+        raise Misuse(f"{option} {text!r}: each must be between {least} and {most}.")
+    return tuple(numbers)
+
+
+# --- The engines of ``stress.bench decide``: one for each policy, side by side, in turns.
+#
+# They differ in nothing but what is compared: one loads whatever its tier has, one has no
+# tier and so computes everything, and one decides. Each has a simulated tier of its own.
+#
+
+
+HOST_FACTOR: Final = 1.5
+"""Of what all clients ask for at once: room for kvtier's reserve for stores."""
+
+
+class Engines:
+    """All of them, and the rate of their tiers."""
+
+    def __init__(self, parts: dict[str, Part]) -> None:
+        self._parts = parts
+        self.rate = Rate()
+
+    def store(self, tokens: int, count: int) -> None:
+        """Have each compute and store this many prompts."""
+        for part in self._parts.values():
+            part.ask(tokens=tokens, count=count)
+
+    def serve(self, policy: str, tokens: int, numbers: Sequence[int], turn: int) -> Any:  # noqa: ANN401 - JSON
+        """Have one engine asked for prompts at once, while the others rest."""
+        return self._parts[policy].ask(tokens=tokens, numbers=numbers, turn=turn, rate=self.rate)
+
+
+@contextmanager
+def start_engines(plan: Plan) -> Iterator[Engines]:
+    """Start an engine for each policy; nothing is left of them when the block is left."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(own_folder())
+        (folder / "tmp").mkdir()  # engines are killed at the end: what they leave goes with it
+        environment = {**ENVIRONMENT, "TMPDIR": str(folder / "tmp")}
+        parts = {}
+        for policy in POLICIES:
+            job = {
+                "model": str(folder / "model"),
+                "engine_id": stack.enter_context(own_engine_id()),
+                "tokens_max": max(plan.prompts),
+                "clients": max(plan.clients),
+                "extra_config": _extra_config(policy, plan),
+            }
+            parts[policy] = stack.enter_context(start_part(__name__, job, environment))
+            parts[policy].answer()  # one after the other: the first one makes the model
+        yield Engines(parts)
+
+
+def _extra_config(policy: str, plan: Plan) -> dict[str, Any]:
+    blocks = sum(plan.prompts) // BLOCK_TOKENS * plan.prompts_stored
+    host_blocks = max(plan.prompts) // BLOCK_TOKENS * max(plan.clients)
+    tier = {"type": TYPE_NAME, "capacity_bytes": (blocks + host_blocks) * BLOCK_BYTES}
+    return {
+        "spec_name": "KVTierOffloadingSpec",
+        "spec_module_path": "kvtier.vllm",
+        "cpu_bytes_to_use": int(HOST_FACTOR * host_blocks) * BLOCK_BYTES,
+        "secondary_tiers": [] if policy == RECOMPUTE else [tier],
+        "cascade_slots_fraction_max": 1.0,  # or one long prompt would not be stored to its end
+        "load_policy": "auto" if policy == AUTO else "always",
+        # The weights stay the same: what is in the tier is to be found after DRAM was emptied.
+        "on_reset": "keep",
+    }
+
+
+# --- One engine of ``stress.bench decide``, in a process of its own, that does what it is told.
+#
+# ``Engines`` gives it orders. The engine core runs in this process, and rests
+# between orders, so that the engines take turns on the machine's cores.
+#
+
+
+OUTPUT_TOKENS: Final = 3
+OWN_TOKENS: Final = 7  #: at a prompt's end, which nothing else has
+IDLE_S: Final = 0.001
+"""vLLM's own loop, in the process that users have, waits so long after a step without work."""
+
+
+def main(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Start it, then carry out an order a line until there are no more."""
+    from kvtier.tools.demo.engine import LlamaShape  # noqa: PLC0415 - of an engine alone
+    from stress.bench.driven_engine import DrivenEngine  # noqa: PLC0415 - as above
+
+    register(Path(tempfile.mkdtemp()))
+    tokens_max = job["tokens_max"] + BLOCK_TOKENS
+    engine = DrivenEngine(
+        job,
+        shape=LlamaShape(LAYERS, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY, tokens_max),
+        block_tokens=BLOCK_TOKENS,
+        idle_s=IDLE_S,
+        num_gpu_blocks_override=job["clients"] * (tokens_max // BLOCK_TOKENS + 2) + 2,
+        max_model_len=tokens_max,
+        max_num_batched_tokens=BATCH_TOKENS,
+        max_num_seqs=job["clients"] + 1,
+    )
+    yield {}
+    for line in sys.stdin:
+        order = json.loads(line)
+        yield _ask_for(engine, **order) if "turn" in order else _compute_and_store(engine, **order)
+
+
+def _compute_and_store(engine: DrivenEngine, tokens: int, count: int) -> dict[str, Any]:
+    """Compute prompts, one after the other, and have the tier store them."""
+    for number in range(count):
+        engine.generate([_prompt(tokens, number)], OUTPUT_TOKENS)
+        engine.settle()
+    return {"stored_blocks": count * (tokens // BLOCK_TOKENS)}
+
+
+def _ask_for(
+    engine: DrivenEngine, tokens: int, numbers: Sequence[int], turn: int, rate: Sequence[Any]
+) -> dict[str, Any]:
+    """Ask for stored prompts, all at once, which neither the GPU nor DRAM has any more."""
+    RatedBackend.rate = Rate(*rate)
+    engine.forget(hangs=RatedBackend.rate.hangs)
+    prompts = [
+        _prompt(tokens, number) + _random_tokens(OWN_TOKENS, f"{tokens} {number} {turn}")
+        for number in numbers
+    ]
+    generated = engine.generate(prompts, OUTPUT_TOKENS)
+    return {
+        "first_token_s": [each.first_token_s for each in generated],
+        "cached_tokens": sum(each.cached_tokens for each in generated),
+    }
+
+
+@lru_cache(maxsize=256)
+def _prompt(tokens: int, number: int) -> list[int]:
+    return _random_tokens(tokens, f"{tokens} {number}")
+
+
+def _random_tokens(count: int, seed: str) -> list[int]:
+    choose = random.Random(seed)
+    return [choose.randrange(3, VOCABULARY) for _ in range(count)]

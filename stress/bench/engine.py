@@ -8,24 +8,20 @@ must have come from where the row says; else there is nothing to compare.
 
 from __future__ import annotations
 
+import functools
 import statistics
+import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm.v1.kv_offload.base import LookupResult
+
 from kvtier.errors import InternalError, Misuse
-from kvtier.tools.demo.engine import BLOCK_BYTES, BLOCK_TOKENS
+from kvtier.tools.demo.engine import BLOCK_BYTES, BLOCK_TOKENS, make_prompts
+from kvtier.tools.held_signals import HeldSignals
 from kvtier.tools.terminal import progress, table
-from stress.bench.children import run_child
-from stress.bench.engine_run import (
-    COLD,
-    DISK,
-    DRAM,
-    FIRST_ENGINE,
-    LOAD,
-    MODEL_TOKENS_MAX,
-    RESTARTED,
-    SECOND_ENGINE,
-)
-from stress.bench.engines import ENVIRONMENT, own_engine_id
+from stress.bench.children import ENVIRONMENT, own_engine_id, run_child
+from stress.bench.driven_engine import DrivenEngine
 from stress.bench.harness import (
     RUNS,
     SEED,
@@ -37,13 +33,33 @@ from stress.bench.harness import (
     ratio,
     spread,
 )
-from stress.bench.sides import KVTIER, SIDES, VLLM, kvtier_tier
-from stress.bench.steps import KNOWN, STEPS_PROMISED, measure_steps
+from stress.bench.sides import (
+    KVTIER,
+    SIDES,
+    VLLM,
+    ManagerSide,
+    Setup,
+    kvtier_tier,
+    make_context,
+    make_keys,
+)
+from stress.bench.turns import RequestPlayer, Stopwatch
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+
+ENGINE_BLOCKS: Final = 320  #: of the engine's own KV cache: ten prompts of 1,000 tokens at once
+MODEL_TOKENS_MAX: Final = 2_000
+OUTPUT_TOKENS: Final = 4
+LOAD_OUTPUT_TOKENS: Final = 32
+
+COLD, DRAM, DISK, LOAD, RESTARTED = "cold", "DRAM", "disk", "load", "restarted"
+FIRST_ENGINE: Final = (COLD, DRAM, DISK, LOAD)
+SECOND_ENGINE: Final = (RESTARTED,)
+
+KNOWN: Final = "known"
 
 OPTIONS: Final = (
     RUNS._replace(default=3),
@@ -168,7 +184,7 @@ def _run_engine(
                 ],
             },
         }
-        found: EngineRun = run_child("stress.bench.engine_run", job, ENVIRONMENT)
+        found: EngineRun = run_child(__name__, job, ENVIRONMENT)
     return found
 
 
@@ -204,3 +220,181 @@ def _rows(
 def _row(name: str, values: dict[str, list[float]], promised: int | None = None) -> dict[str, Any]:
     compared = ratio(values[KVTIER], values[VLLM])
     return {"name": name, **medians(values), **compared, "promised": promised}
+
+
+# --- One engine of ``stress.bench engine``, in a process of its own: figures of each phase.
+#
+# The engine core runs in this process, so that phases can be told apart and manager calls be timed.
+#
+
+
+TIMED_CALLS: Final = (
+    "on_new_request",
+    "lookup",
+    "get_load_source",
+    "prepare_load",
+    "complete_load",
+    "touch",
+    "prepare_store",
+    "complete_store",
+    "on_request_finished",
+    "on_schedule_end",
+    "has_pending_work",
+    "get_stats",
+)
+
+
+def main(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Run the phases of a job, by name."""
+    tokens_max = MODEL_TOKENS_MAX + LOAD_OUTPUT_TOKENS
+    engine = DrivenEngine(
+        job,
+        num_gpu_blocks_override=ENGINE_BLOCKS,
+        max_model_len=tokens_max,
+        max_num_batched_tokens=tokens_max,
+    )
+    timer = CallTimer(engine.manager)
+    count, tokens, seed = job["prompts"], job["prompt_tokens"], job["seed"]
+    engine.generate(make_prompts(1, tokens, seed + 1), OUTPUT_TOKENS)  # the engine's warm-up
+    known = make_prompts(count, tokens, seed)
+    new = make_prompts(count // 2, tokens, seed + 2)
+    found = {}
+    for name in job["phases"]:
+        engine.forget(dram_too=name == DISK)
+        timer.restart()
+        measured = _under_load(engine, [*known, *new]) if name == LOAD else _alone(engine, known)
+        found[name] = {**measured, **timer.figures()}
+        engine.settle()
+    engine.close()
+    yield found
+
+
+def _alone(engine: DrivenEngine, prompts: Sequence[list[int]]) -> dict[str, Any]:
+    """Run prompts one after the other, so that each waits for nothing but its own blocks."""
+    generated = [engine.generate([prompt], OUTPUT_TOKENS)[0] for prompt in prompts]
+    return {
+        "tokens": [each.tokens for each in generated],
+        "cached_tokens": sum(each.cached_tokens for each in generated),
+        "first_token_s": [each.first_token_s for each in generated],
+    }
+
+
+def _under_load(engine: DrivenEngine, prompts: Sequence[list[int]]) -> dict[str, Any]:
+    """Run all prompts at once; none is in the engine's own cache."""
+    started = time.perf_counter()
+    generated = engine.generate(prompts, LOAD_OUTPUT_TOKENS)
+    seconds = time.perf_counter() - started
+    tokens = sum(map(len, prompts)) + sum(len(each.tokens) for each in generated)
+    return {
+        "cached_tokens": sum(each.cached_tokens for each in generated),
+        "tokens_per_s": tokens / seconds,
+    }
+
+
+class CallTimer:
+    """Adds up the time spent inside a manager's methods, and counts steps.
+
+    ``take_events`` is not among them: it is a generator in vLLM's manager.
+    """
+
+    def __init__(self, manager: Any) -> None:  # noqa: ANN401 - either manager
+        self._spent_ns: dict[str, int] = {}
+        self._calls = 0
+        self._steps = 0
+        self.restart()
+        for name in TIMED_CALLS:
+            setattr(manager, name, self._timed(name, getattr(manager, name)))
+
+    def restart(self) -> None:
+        """Begin anew."""
+        self._spent_ns = dict.fromkeys(TIMED_CALLS, 0)
+        self._calls = self._steps = 0
+
+    def figures(self) -> dict[str, Any]:
+        """Return what was spent and called since the last restart."""
+        steps = max(1, self._steps)
+        spent_us = {name: ns / 1e3 for name, ns in self._spent_ns.items()}
+        return {
+            "steps": self._steps,
+            "manager_us": spent_us,
+            "manager_us_per_step": sum(spent_us.values()) / steps,
+            "manager_calls_per_step": self._calls / steps,
+        }
+
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        ends_step = name == "on_schedule_end"
+
+        @functools.wraps(method)
+        def timed(*arguments: object, **named: object) -> object:
+            started = time.perf_counter_ns()
+            try:
+                return method(*arguments, **named)
+            finally:
+                self._spent_ns[name] += time.perf_counter_ns() - started
+                self._calls += 1
+                self._steps += ends_step
+
+        return timed
+
+
+# --- How many scheduler steps pass from the first lookup of a prefix on disk to its HIT.
+#
+# Managers only, vLLM's with its ``fs`` tier: an engine's own steps would blur it.
+# A step is lookups as vLLM's connector makes them, then the step's end, then the
+# time that the forward pass of a model takes. Two cases:
+#
+# - *restarted*: a new manager over the folder, which has to find out what is there
+#   (both have ``START_S`` for it, much less than an engine's start takes);
+# - *known*: the manager that stored the blocks, after a reset of its primary tier.
+#
+
+
+STEP_BLOCKS: Final = 256
+STEP_BLOCK_BYTES: Final = 64 << 10
+STEP_S: Final = 0.02
+START_S: Final = 0.5
+STEPS_MAX: Final = 100
+STEPS_PROMISED: Final = {KNOWN: 2, RESTARTED: 3}
+
+
+def measure_steps(
+    tier_type: str, blocks: int = STEP_BLOCKS, block_bytes: int = STEP_BLOCK_BYTES
+) -> dict[str, dict[str, int]]:
+    """Return the steps of each case for each side; ``tier_type`` is that of kvtier's tier."""
+    found: dict[str, dict[str, int]] = {KNOWN: {}, RESTARTED: {}}
+    with own_folder() as folder, HeldSignals() as signals:
+        setup = Setup(2 * blocks, block_bytes, "lru", folder, tier_type)
+        for name in SIDES:
+            signals.check()  # not within a manager, which takes locks
+            with closing(ManagerSide(name, setup)) as side:
+                RequestPlayer(side, Stopwatch()).fill(0, blocks)
+                side.reset()
+                found[KNOWN][name] = _steps_to_hit(side, blocks)
+            with closing(ManagerSide(name, setup)) as side:
+                time.sleep(START_S)
+                found[RESTARTED][name] = _steps_to_hit(side, blocks)
+    return found
+
+
+def _steps_to_hit(side: ManagerSide, blocks: int) -> int:
+    keys = make_keys(0, blocks)
+    context = make_context("reader", keys)
+    side.manager.on_new_request(context)
+    for step in range(1, STEPS_MAX + 1):
+        if _is_hit(side, keys, context):
+            side.manager.on_request_finished(context)
+            return step
+        side.step()
+        time.sleep(STEP_S)
+    raise InternalError(f"{side.name}: no HIT within {STEPS_MAX} steps")
+
+
+def _is_hit(side: ManagerSide, keys: list[bytes], context: object) -> bool:
+    """Look a prefix up as vLLM's connector does; a miss would end the comparison."""
+    is_hit = True
+    for key in keys:
+        result = side.manager.lookup(key, context)
+        if result is LookupResult.MISS:
+            raise InternalError(f"{side.name}: a block that was stored is a miss")
+        is_hit = is_hit and result is LookupResult.HIT
+    return is_hit

@@ -10,28 +10,42 @@ from __future__ import annotations
 
 import gc
 import random
+import resource
 import statistics
+import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from vllm.utils.gc_utils import freeze_gc_heap
 
 from kvtier.errors import Misuse
 from kvtier.settings.plugins import make_policy
 from kvtier.tools.bench.percentile import percentile
 from kvtier.tools.held_signals import HeldSignals
-from kvtier.tools.terminal import progress
+from kvtier.tools.terminal import progress, table
 from stress.bench.children import run_child
-from stress.bench.harness import RUNS, SEED, Option, Report, orders, own_folder, ratio
-from stress.bench.ops_tables import show_calls, show_memory, show_scale
+from stress.bench.harness import (
+    RUNS,
+    SEED,
+    Option,
+    Report,
+    orders,
+    own_folder,
+    ratio,
+    spread,
+    yes_or_no,
+)
 from stress.bench.picture import check_can_draw, draw_scale
 from stress.bench.sides import KVTIER, SIDES, VLLM, ManagerSide, Setup, vllm_policy_beside
-from stress.bench.turns import Call, RequestPlayer, Stopwatch
+from stress.bench.turns import Call, PauseWatch, RequestPlayer, Stopwatch
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 OPTIONS: Final = (
     Option("--blocks", 20_000, "blocks that are resident"),
@@ -176,7 +190,7 @@ def _weigh(policy: str, blocks: int, request_blocks: int) -> dict[str, Any]:
     weighed: dict[str, Any] = {"policy": policy}
     with progress(f"memory and pauses at {blocks:,} blocks, {policy}", len(SIDES)) as shown:
         for side in SIDES:
-            weighed[side] = run_child("stress.bench.resident", {**job, "side": side}, {})
+            weighed[side] = run_child(__name__, {**job, "side": side}, {})
             shown.advance()
     ours = weighed[KVTIER]
     weighed["bytes_hold"] = ours["traced_bytes_per_block"] <= BLOCK_BYTES_MAX
@@ -249,3 +263,187 @@ def close_all(sides: list[ManagerSide]) -> None:
     sides.clear()
     gc.unfreeze()
     gc.collect()
+
+
+# --- The tables of ``stress.bench ops``.
+
+
+LRU_FACTOR_MAX: Final = 2.0
+"""A policy may cost this many times what lru does."""
+
+
+def show_calls(policies: Sequence[dict[str, Any]], runs: int) -> None:
+    """Print what each call costs, by policy; beside the first one, those after it."""
+    for figures in policies:
+        columns = ["ns a key", "vLLM", "p99", "kvtier", "p99", "ratio", "of runs", "bound", "holds"]
+        rows = [
+            [
+                name if call["unit"] == "ns/key" else f"{name} (a call)",
+                *(f"{call[side][key]:,.0f}" for side in SIDES for key in ("median_ns", "p99_ns")),
+                f"{call['ratio']:.2f}",
+                spread([call["ratio_min"], call["ratio_max"]], 2),
+                "" if call["bound"] is None else f"{call['bound']:.2f}",
+                yes_or_no(call["holds"]),
+            ]
+            for name, call in figures["calls"].items()
+        ]
+        first = policies[0]
+        if figures is not first:
+            columns.append(f"x {first['policy']} (max {LRU_FACTOR_MAX:.0f})")
+            for row, name in zip(rows, figures["calls"], strict=True):
+                ours, lru = (each["calls"][name][KVTIER]["median_ns"] for each in (figures, first))
+                row.append(f"{ours / lru:.2f}")
+        table(
+            f"{figures['policy']} beside vLLM's {figures['vllm_policy']}: "
+            f"{figures['blocks']:,} blocks, {runs} runs",
+            columns,
+            rows,
+        )
+
+
+def show_scale(points: Sequence[dict[str, Any]]) -> None:
+    """Print the cost by resident blocks."""
+    for policy in dict.fromkeys(point["policy"] for point in points):
+        ours = [point for point in points if point["policy"] == policy]
+        rows = []
+        for name in Call:
+            calls = [point["calls"][name] for point in ours if name in point["calls"]]
+            if not calls:
+                continue
+            for side in SIDES:
+                medians = [call[side]["median_ns"] for call in calls]
+                times = f"{medians[-1] / medians[0]:.2f}"
+                rows.append([f"{name}: {side}", *(f"{each:,.0f}" for each in medians), times])
+            rows.append([f"{name}: ratio", *(f"{call['ratio']:.2f}" for call in calls), ""])
+        table(
+            f"{policy}: ns a key (calls of a step: ns a call) by resident blocks",
+            ["", *(f"{point['blocks']:,}" for point in ours), "last / first"],
+            rows,
+        )
+
+
+def show_memory(
+    policies: Sequence[dict[str, Any]], block_bytes_max: int, gc_pause_ms_max: float
+) -> None:
+    """Print memory and pauses."""
+    for weighed in policies:
+        both = [weighed[side] for side in (VLLM, KVTIER)]
+        blocks = both[1]["blocks"]
+        shown = (
+            ("bytes a block (allocated)", "traced_bytes_per_block", 0),
+            ("bytes a block (growth of the process)", "rss_bytes_per_block", 0),
+            ("longest garbage collection, ms", "gc_longest_ms", 2),
+        )
+        bars = (
+            (f"{block_bytes_max}", weighed["bytes_hold"]),
+            ("", None),
+            (f"{gc_pause_ms_max:.0f}", weighed["gc_holds"]),
+        )
+        rows = [
+            [name, *(f"{each[key]:.{digits}f}" for each in both), bound, yes_or_no(holds)]
+            for (name, key, digits), (bound, holds) in zip(shown, bars, strict=True)
+        ]
+        for name in both[1]["call_longest_us"]:
+            pauses = (f"{each['call_longest_us'][name] / 1e3:.2f}" for each in both)
+            rows.append([f"longest {name}, ms", *pauses, "", ""])
+        table(
+            f"{weighed['policy']}: {blocks:,} blocks, each side alone (times: CPU)",
+            ["", "vLLM", "kvtier", "bound", "holds"],
+            rows,
+        )
+
+
+# --- What resident blocks weigh, and the longest pauses: one manager alone, in a process.
+#
+# Alone, because the garbage collector walks over the objects of both sides if
+# both are there.
+#
+# Three measures, from two passes over the same requests: the first for the
+# growth of the process and for pauses, the second, slower one for the bytes
+# that Python and NumPy have allocated (``tracemalloc``), keys included.
+#
+
+
+LOADED_REQUESTS_MAX: Final = 100
+_PAGE_BYTES: Final = resource.getpagesize()
+
+
+def main(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Measure one side."""
+    count = job["request_blocks"]
+    requests = max(1, job["blocks"] // count)
+    setup = Setup(requests * count, BLOCK_BYTES, job["policy"])
+    yield {
+        "blocks": requests * count,
+        **_pauses(job["side"], setup, requests, count),
+        "traced_bytes_per_block": _traced_bytes(job["side"], setup, requests, count)
+        / (requests * count),
+    }
+
+
+class Collections:
+    """Times every run of the garbage collector."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.wall_ns = 0
+        self.cpu_ns = 0
+        self._started = (0, 0)
+
+    def __call__(self, phase: str, _info: Mapping[str, int]) -> None:
+        """Be told by ``gc`` that a collection begins or ends."""
+        if phase == "start":
+            self._started = (time.perf_counter_ns(), time.thread_time_ns())
+            return
+        wall, cpu = self._started
+        self.count += 1
+        self.wall_ns = max(self.wall_ns, time.perf_counter_ns() - wall)
+        self.cpu_ns = max(self.cpu_ns, time.thread_time_ns() - cpu)
+
+
+def _pauses(name: str, setup: Setup, requests: int, count: int) -> dict[str, Any]:
+    before = _resident_bytes()
+    side = ManagerSide(name, setup)
+    freeze_gc_heap()  # as vLLM's engine core does when it has started
+    watch, collections = PauseWatch(), Collections()
+    gc.callbacks.append(collections)
+    player = RequestPlayer(side, watch)
+    for number in range(requests):
+        player.store(number * count, count)
+    slots_bytes = setup.slot_count * setup.block_bytes  # all touched, and no manager's cost
+    grown = _resident_bytes() - before - slots_bytes
+    few = min(requests, LOADED_REQUESTS_MAX)
+    for request in random.Random(SEED).choices(range(requests), k=few):
+        player.load(request * count, count)
+    for number in range(requests, requests + few):
+        player.store(number * count, count, evicting=True)
+    gc.callbacks.remove(collections)
+    close_all([side])
+    return {
+        "rss_bytes_per_block": grown / (requests * count),
+        "gc_longest_ms": collections.cpu_ns / 1e6,
+        "gc_longest_wall_ms": collections.wall_ns / 1e6,
+        "gc_collections": collections.count,
+        "call_longest_us": {call: ns / 1e3 for call, ns in watch.cpu_ns.items()},
+        "call_longest_wall_us": {call: ns / 1e3 for call, ns in watch.wall_ns.items()},
+    }
+
+
+def _traced_bytes(name: str, setup: Setup, requests: int, count: int) -> int:
+    tracemalloc.start()
+    gc.collect()
+    before, _ = tracemalloc.get_traced_memory()
+    side = ManagerSide(name, setup)
+    player = RequestPlayer(side, Stopwatch())
+    for number in range(requests):
+        player.fill(number * count, count)
+    del player
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    close_all([side])
+    return after - before
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES

@@ -12,13 +12,20 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from stress.bench.decide import OPTIONS, cell_figures, noticed_after
-from stress.bench.decide_plan import AUTO, LOAD, RECOMPUTE, read_plan
+from stress.bench.decide import (
+    AUTO,
+    LOAD,
+    OPTIONS,
+    RECOMPUTE,
+    cell_figures,
+    noticed_after,
+    read_plan,
+)
 from stress.bench.harness import orders, ratio, read_options
 from stress.bench.rated_tier import Rate, RatedDevice
 
 if TYPE_CHECKING:
-    from stress.bench.decide_plan import Plan
+    from stress.bench.decide import Plan
 
 BLOCK_BYTES = 1000
 HALF_A_SECOND = Rate(bytes_per_s=2 * BLOCK_BYTES)  # for each block

@@ -47,4 +47,4 @@ def test_a_short_run_measures_each_cell_and_both_steps(tmp_path: Path) -> None:
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     """The engines' processes are in sessions of their own and would not hear the terminal's."""
     options = ["decide", "--prompts", "1000"]
-    assert_ctrl_c_leaves_nothing(tmp_path, *options, child="stress.bench.decide_engine")
+    assert_ctrl_c_leaves_nothing(tmp_path, *options, child="children stress.bench.decide")

@@ -25,19 +25,21 @@ from tests.vllm.bench.bench_process import Bench, start_bench
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
     from stress.bench import disk_sides
-    from stress.bench.disk import drop_from_page_cache, measure_size
-    from stress.bench.disk_figures import DiskRounds, figures, ratios
-    from stress.bench.disk_fio import FIO, Fio, FioFailed
-    from stress.bench.disk_legs import DiskLeg, DiskSetup, DiskSide, Job, play
-    from stress.bench.disk_lmcache import LMCACHE, LMCacheSide
+    from stress.bench.disk import DiskRounds, drop_from_page_cache, figures, measure_size, ratios
+    from stress.bench.disk_beside import FIO, LMCACHE, Fio, FioFailed, LMCacheSide
     from stress.bench.disk_sides import (
         ENCRYPTED,
         KVTIER_FS,
         RAW,
+        DiskLeg,
+        DiskSetup,
+        DiskSide,
+        Job,
         RawSide,
         VLLMSide,
         disk_side,
         fs_side,
+        play,
     )
     from stress.bench.sides import KVTIER, VLLM, make_keys
 from tests.support.patience import until

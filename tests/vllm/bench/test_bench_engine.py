@@ -17,9 +17,8 @@ from tests.vllm.support.forked_parts import run_forked
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
     from stress.bench import engine
-    from stress.bench.engine_run import COLD, DISK, DRAM, LOAD, RESTARTED, CallTimer
+    from stress.bench.engine import COLD, DISK, DRAM, LOAD, RESTARTED, CallTimer, measure_steps
     from stress.bench.sides import KVTIER, SIDES, VLLM
-    from stress.bench.steps import measure_steps
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -125,7 +124,7 @@ def test_the_command_compares_real_engines_and_leaves_nothing(
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     """The engine's process is in a session of its own and would not hear the terminal's."""
     options = ["engine", "--runs", "1", "--prompts", "2"]
-    assert_ctrl_c_leaves_nothing(tmp_path, *options, child="stress.bench.engine_run")
+    assert_ctrl_c_leaves_nothing(tmp_path, *options, child="children stress.bench.engine")
 
 
 @pytest.mark.one_release
