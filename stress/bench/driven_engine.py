@@ -1,32 +1,60 @@
-"""A real engine whose core runs in this process, step by step: each request can be timed."""
+"""A real engine in a process of its own, which is asked for prompts, order by order.
+
+Its core runs in that process, so that manager calls can be timed, and rests between orders, so that
+engines take turns on the machine's cores. ``children.start_engine`` starts it.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import random
+import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
 from kvtier.errors import InternalError
-from kvtier.tools.demo.engine import BLOCK_TOKENS, DEMO_SHAPE, make_model, start_engine
+from kvtier.tools.demo.engine import VOCABULARY, LlamaShape, make_model, start_engine
+from stress.bench.rated_tier import Rate, RatedBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from kvtier.tools.demo.engine import LlamaShape
-
+PLUGINS: Final = Path(__file__).parents[1] / "plugins"
 SETTLE_TIMEOUT_S: Final = 120.0
 HUNG_SETTLE_S: Final = 0.2  #: nothing that hangs is waited for
 
+TIMED_CALLS: Final = (
+    "on_new_request",
+    "lookup",
+    "get_load_source",
+    "prepare_load",
+    "complete_load",
+    "touch",
+    "prepare_store",
+    "complete_store",
+    "on_request_finished",
+    "on_schedule_end",
+    "has_pending_work",
+    "get_stats",
+)
+"""``take_events`` is not among them: it is a generator in vLLM's manager."""
 
-class Generated(NamedTuple):
-    """What became of one request."""
 
-    first_token_s: float
-    tokens: list[int]
-    cached_tokens: int
+def main(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Start it, then carry out an order a line; the last one is empty."""
+    sys.path.append(str(PLUGINS))
+    engine = DrivenEngine(job)
+    yield {}
+    for line in sys.stdin:
+        order = json.loads(line)
+        if not order:
+            engine.close()
+        yield engine.serve(**order) if order else {}
 
 
 class DrivenEngine:
@@ -35,79 +63,120 @@ class DrivenEngine:
     ``idle_s``: pause after a step without work, as vLLM's own loop makes in a process of its own.
     """
 
-    def __init__(
-        self,
-        job: dict[str, Any],
-        *,
-        shape: LlamaShape = DEMO_SHAPE,
-        block_tokens: int = BLOCK_TOKENS,
-        idle_s: float = 0.0,
-        **sizes: int,
-    ) -> None:
+    def __init__(self, job: dict[str, Any]) -> None:
         model = Path(job["model"])
         if not model.exists():
-            make_model(model, shape)
-        self._llm = start_engine(job, block_tokens, **sizes)
-        self._engine = self._llm.llm_engine
-        self._core = self._engine.engine_core.engine_core
-        self._step_core = self._core.step_fn
-        self._core.step_fn = self._noted_step
-        self._has_executed = True
-        self._idle_s = idle_s
-        self._requests = 0
-        self.manager: Any = self._core.scheduler.get_kv_connector().connector_scheduler.manager
+            make_model(model, LlamaShape(*job["shape"]))
+        self._llm = start_engine(job, **job["sizes"])
+        core: Any = self._llm.llm_engine.engine_core.engine_core
+        self._scheduler = core.scheduler
+        self._step_core, core.step_fn = core.step_fn, self._step
+        self._idle_s = job.get("idle_s", 0.0)
+        self._timer = CallTimer()
+        if job.get("times_manager"):
+            self._timer.time(self._scheduler.get_kv_connector().connector_scheduler.manager)
 
-    def generate(self, prompts: Sequence[list[int]], output_tokens: int) -> list[Generated]:
-        """Generate greedily from all prompts, submitted at once."""
+    def serve(
+        self,
+        prompts: Sequence[Sequence[tuple[str, int]]],
+        output_tokens: int,
+        *,
+        forget: str = "",
+        one_by_one: bool = False,
+        rate: Sequence[Any] = Rate(),
+    ) -> dict[str, Any]:
+        """Generate greedily from all prompts, submitted at once, or one after the other.
+
+        ``prompts``: the seed and the number of tokens of each part of each. ``forget``: what is
+        emptied before: the ``gpu``'s prefix cache, or the primary tier, ``dram``, as well.
+        """
+        RatedBackend.rate = Rate(*rate)
+        if forget:
+            self._settle()
+            if not self._llm.reset_prefix_cache(reset_connector=forget == "dram"):
+                raise InternalError("the engine's own prefix cache could not be emptied")
+            # kvtier counts steps before it reuses slots after a reset (vLLM 0.32).
+            self._settle()
+        tokens = [[token for part in parts for token in _tokens(*part)] for parts in prompts]
+        batches = [[each] for each in tokens] if one_by_one else [tokens]
         sampling = SamplingParams(
             temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
         )
-        started: dict[str, float] = {}
-        first_token_s: dict[str, float] = {}
-        ended: dict[str, Generated] = {}
-        for prompt in prompts:
-            self._requests += 1
-            name = f"r{self._requests}"
-            started[name] = time.perf_counter()
-            self._engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
-        while self._engine.has_unfinished_requests():
-            for output in self._step():
-                name, tokens = output.request_id, output.outputs[0].token_ids
-                if name not in first_token_s and tokens:
-                    first_token_s[name] = time.perf_counter() - started[name]
-                if output.finished:
-                    cached = int(output.num_cached_tokens or 0)
-                    ended[name] = Generated(first_token_s[name], list(tokens), cached)
-        return [ended[name] for name in started]
+        self._timer.restart()
+        began_s = time.perf_counter()
+        outputs: list[Any] = []
+        for batch in batches:
+            inputs = [TokensPrompt(prompt_token_ids=each) for each in batch]
+            outputs += self._llm.generate(inputs, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - began_s
+        manager_us_per_step = self._timer.us_per_step()
+        self._settle()
+        return {
+            "first_token_s": [output.metrics.first_token_latency for output in outputs],
+            "cached_tokens": sum(int(output.num_cached_tokens or 0) for output in outputs),
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "seconds": seconds,
+            "manager_us_per_step": manager_us_per_step,
+        }
 
-    def forget(self, *, dram_too: bool = True, hangs: bool = False) -> None:
-        """Empty the engine's own prefix cache, and the primary tier if asked to."""
-        self.settle(hangs=hangs)
-        if not self._llm.reset_prefix_cache(reset_connector=dram_too):
-            raise InternalError("the engine's own prefix cache could not be emptied")
-        # kvtier counts steps before it reuses slots after a reset (vLLM 0.32).
-        self.settle(hangs=hangs)
+    def close(self) -> None:
+        """Shut the engine down."""
+        self._llm.llm_engine.engine_core.shutdown()
 
-    def settle(self, *, hangs: bool = False) -> None:
+    def _settle(self) -> None:
         """Step until the engine has nothing to do, its tiers included, unless those hang."""
-        deadline = time.monotonic() + (HUNG_SETTLE_S if hangs else SETTLE_TIMEOUT_S)
-        while self._core.scheduler.has_requests():
-            self._step()
-            if time.monotonic() > deadline:
+        hangs = RatedBackend.rate.hangs
+        deadline_s = time.monotonic() + (HUNG_SETTLE_S if hangs else SETTLE_TIMEOUT_S)
+        while self._scheduler.has_requests():
+            self._llm.llm_engine.step()
+            if time.monotonic() > deadline_s:
                 if hangs:
                     return
                 raise InternalError(f"the engine was not at rest after {SETTLE_TIMEOUT_S} s")
 
-    def close(self) -> None:
-        """Shut the engine down."""
-        self._engine.engine_core.shutdown()
-
-    def _step(self) -> Any:  # noqa: ANN401 - vLLM's outputs
-        outputs = self._engine.step()
-        if self._idle_s and not self._has_executed and self._core.scheduler.has_requests():
+    def _step(self) -> Any:  # noqa: ANN401 - vLLM's
+        outputs, has_executed = self._step_core()
+        if self._idle_s and not has_executed and self._scheduler.has_requests():
             time.sleep(self._idle_s)
-        return outputs
+        return outputs, has_executed
 
-    def _noted_step(self) -> Any:  # noqa: ANN401 - vLLM's
-        outputs, self._has_executed = self._step_core()
-        return outputs, self._has_executed
+
+@functools.lru_cache(maxsize=256)
+def _tokens(seed: str, count: int) -> list[int]:
+    choose = random.Random(seed)
+    return [choose.randrange(3, VOCABULARY) for _ in range(count)]
+
+
+class CallTimer:
+    """Adds up the time spent inside a manager's methods, and counts steps."""
+
+    def __init__(self) -> None:
+        self._spent_ns = 0
+        self._steps = 0
+
+    def time(self, manager: Any) -> None:  # noqa: ANN401 - either manager
+        """Take the time of this manager's methods from now on."""
+        for name in TIMED_CALLS:
+            setattr(manager, name, self._timed(name, getattr(manager, name)))
+
+    def restart(self) -> None:
+        """Begin anew."""
+        self._spent_ns = self._steps = 0
+
+    def us_per_step(self) -> float:
+        """Return what was spent in each step since the last restart."""
+        return self._spent_ns / 1e3 / max(1, self._steps)
+
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        ends_step = name == "on_schedule_end"
+
+        @functools.wraps(method)
+        def timed(*arguments: object, **named: object) -> object:
+            started = time.perf_counter_ns()
+            try:
+                return method(*arguments, **named)
+            finally:
+                self._spent_ns += time.perf_counter_ns() - started
+                self._steps += ends_step
+
+        return timed

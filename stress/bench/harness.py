@@ -1,4 +1,4 @@
-"""What all benchmarks have in common: options, turns, medians and ranges, and the report.
+"""What all benchmarks have in common: options, turns, medians, ratios and their bars, the report.
 
 A benchmark is a module with ``OPTIONS``, ``measure(asked, report)``, which puts figures into the
 report as soon as it has them, and raises ``Misuse`` before, and ``show(report)``, which prints
@@ -23,7 +23,7 @@ from kvtier.tools.bench.about import about_machine
 from kvtier.tools.terminal import check_can_write, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 SEED: Final = 2026
 SideT = TypeVar("SideT")
@@ -31,18 +31,31 @@ SideT = TypeVar("SideT")
 Report = dict[str, Any]
 
 
+def at_least_one(text: str) -> int:
+    """Read a whole number."""
+    number = int(float(text)) if "e" in text else int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
+    return number
+
+
+def several(text: str) -> tuple[int, ...]:
+    """Read whole numbers, in their order, with commas between."""
+    return tuple(sorted(set(map(at_least_one, text.split(",")))))
+
+
 class Option(NamedTuple):
-    """An option. Its default says what it is: a whole number, a text, or (False) a flag."""
+    """An option; ``read`` makes a value of its text."""
 
     name: str
     default: int | str | None
     help: str
-    least: int = 1  #: of a whole number
-    choices: tuple[int | str, ...] | None = None
+    read: Callable[[str], Any] = str
+    choices: tuple[str, ...] | None = None
 
 
 PATH: Final = Option("--path", tempfile.gettempdir(), "a folder on the disk to be measured")
-RUNS: Final = Option("--runs", 5, "number of runs; figures are their medians")
+RUNS: Final = Option("--runs", 5, "number of runs; figures are their medians", at_least_one)
 ROUNDS: Final = RUNS._replace(name="--rounds")
 
 
@@ -50,13 +63,16 @@ def run_benchmark(module: str, prog: str, given: Sequence[str]) -> None:
     """Measure, print the tables, write the file. Raises ``Misuse``."""
     benchmark: Any = import_module(module)
     asked = read_options(benchmark.OPTIONS, prog, given, benchmark.__doc__)
+    if asked.json:
+        check_can_write(asked.json)
     found: Report = {}
     try:
         benchmark.measure(asked, found)
     finally:  # what was measured before Ctrl-C is shown, too
         if found:
-            options = {name: value for name, value in vars(asked).items() if name != "json"}
-            report = {**_about(), "options": options, **found}
+            report = {**about_machine(), "options": vars(asked), **found}
+            if "vllm" in sys.modules:  # it is what kvtier was compared with
+                report["vllm_version"] = str(sys.modules["vllm"].__version__)
             benchmark.show(report)
             if asked.json:
                 write_json(asked.json, report)
@@ -65,33 +81,18 @@ def run_benchmark(module: str, prog: str, given: Sequence[str]) -> None:
 def read_options(
     options: Sequence[Option], prog: str, given: Sequence[str], description: str = ""
 ) -> argparse.Namespace:
-    """Read and check the options of a benchmark, and ``--json``. Raises ``Misuse``."""
+    """Read the options of a benchmark, and ``--json``; ends the process if they are wrong."""
     parser = argparse.ArgumentParser(prog, description=description)
-    for name, default, text, _, choices in options:
+    for name, default, text, read, choices in options:
         if default is False:
             parser.add_argument(name, action="store_true", help=text)
         else:
             shown = "" if default is None else " (default: %(default)s)"
-            kind = int if isinstance(default, int) else str
             parser.add_argument(
-                name, default=default, type=kind, choices=choices, help=f"{text}{shown}"
+                name, default=default, type=read, choices=choices, help=f"{text}{shown}"
             )
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE, as JSON")
-    asked = parser.parse_args(given)
-    for option in options:
-        value = getattr(asked, option.name[2:].replace("-", "_"))
-        if not isinstance(value, bool) and isinstance(value, int) and value < option.least:
-            raise Misuse(f"{option.name} {value} must be at least {option.least}.")
-    if asked.json:
-        check_can_write(asked.json)
-    return asked
-
-
-def _about() -> dict[str, str | int]:
-    about = about_machine()
-    if "vllm" in sys.modules:  # it is what kvtier was compared with
-        about["vllm_version"] = str(sys.modules["vllm"].__version__)
-    return about
+    return parser.parse_args(given)
 
 
 @contextmanager
@@ -118,14 +119,33 @@ def medians(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {side: statistics.median(each) for side, each in values.items()}
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Return one median over the other, and how far the runs' own ratios stray."""
-    each = [one / other for one, other in zip(ours, theirs, strict=True)]
-    return {
-        "ratio": statistics.median(ours) / statistics.median(theirs),
-        "ratio_min": min(each),
-        "ratio_max": max(each),
-    }
+def ratio(
+    over: Sequence[float],
+    under: Sequence[float],
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    run_by_run: bool = False,
+) -> dict[str, Any]:
+    """Return one median over the other, the runs' own ratios, and whether a bar is kept.
+
+    ``run_by_run``: the median of the runs' own ratios instead, for what changes from run to run.
+    """
+    of_runs = [one / other for one, other in zip(over, under, strict=True)]
+    medians_ratio = statistics.median(over) / statistics.median(under)
+    found = statistics.median(of_runs) if run_by_run else medians_ratio
+    bar, holds = "", None
+    if at_least is not None:
+        bar, holds = f">= {at_least:.2f}", found >= at_least
+    elif at_most is not None:
+        bar, holds = f"<= {at_most:.2f}", found <= at_most
+    return {"ratio": found, "of_runs": of_runs, "bar": bar, "holds": holds}
+
+
+def ratio_cells(found: Mapping[str, Any]) -> list[str]:
+    """Show a ratio, the range of those of the runs, its bar, and whether it is kept."""
+    of_runs = spread(found["of_runs"], 2)
+    return [f"{found['ratio']:.2f}", of_runs, found["bar"], yes_or_no(found["holds"])]
 
 
 def spread(values: Sequence[float], digits: int) -> str:

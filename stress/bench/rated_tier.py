@@ -4,13 +4,11 @@ Its device moves one block after another, and one load after another, first come
 rate may change, and the device may hang, while loads are under way: the next block goes at the new
 rate. Stores take no time, unless it hangs.
 
-It is no tier for users: nothing installs its entry point. ``register`` makes one in a folder, as a
-third party's package would.
+It is no tier for users: its entry point is in ``stress/plugins``, as a third party's would be.
 """
 
 from __future__ import annotations
 
-import sys
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
@@ -20,7 +18,6 @@ from kvtier_backends.memory import MemoryBackend
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
-    from pathlib import Path
 
     from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock
 
@@ -96,13 +93,3 @@ class RatedBackend(MemoryBackend):
         """Copy each block, as long as there is room."""
         await self.device.answer()
         return await super().store(blocks)
-
-
-def register(folder: Path) -> None:
-    """Make an entry point of this tier in a folder, and have Python find it."""
-    info = folder / "kvtier_rated_tier-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-rated-tier\nVersion: 1\n")
-    entry = f"{TYPE_NAME} = {__name__}:{RatedBackend.__name__}"
-    (info / "entry_points.txt").write_text(f"[kvtier.backends]\n{entry}\n")
-    sys.path.append(str(folder))

@@ -34,17 +34,11 @@ KVTIER: Final = "kvtier"
 VLLM: Final = "vllm"
 SIDES: Final = (VLLM, KVTIER)
 
-VLLM_POLICIES: Final = ("lru", "arc")
 BLOCK_TOKENS: Final = 16
 PATIENT: Final = dict.fromkeys(("probe_timeout_s", "promote_timeout_s", "store_timeout_s"), 60.0)
 DISK_CAPACITY_BYTES: Final = 1 << 30
 """Of a disk tier: more than any benchmark here stores."""
 NOTHING_NEW: Final = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
-
-
-def vllm_policy_beside(policy: str) -> str:
-    """Return the policy that vLLM runs beside kvtier's: the same one where it has it."""
-    return policy if policy in VLLM_POLICIES else "lru"
 
 
 def make_keys(first: int, count: int) -> list[bytes]:
@@ -134,7 +128,7 @@ def _vllm_manager(setup: Setup) -> Any:  # noqa: ANN401 - vLLM has no stubs
     primary = CPUPrimaryTierOffloadingManager(
         num_chunks=setup.slot_count,
         mmap_region=_PrivateRegion(setup),
-        cache_policy=vllm_policy_beside(setup.policy),
+        cache_policy="lru",
         enable_events=True,
     )
     tiers = []

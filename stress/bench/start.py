@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime
 from kvtier.core.events import PRIMARY, EventKind
 from kvtier.errors import StoreFault
-from kvtier.plugin_api.sizes import read_bytes
-from kvtier.tools.bench.tier_command import check_pages
 from kvtier.tools.terminal import progress, table
 from stress.bench.children import run_child
-from stress.bench.harness import PATH, RUNS, Option, Report, own_folder, spread
+from stress.bench.harness import PATH, RUNS, Option, Report, at_least_one, own_folder, spread
 
 if TYPE_CHECKING:
     import argparse
@@ -28,11 +26,11 @@ if TYPE_CHECKING:
 
 OPTIONS: Final = (
     PATH,
-    Option("--blocks", 1_000_000, "blocks in the folder of the disk tier"),
-    Option("--block-bytes", "4KiB", "their size"),
+    Option("--blocks", 1_000_000, "blocks in the folder of the disk tier", at_least_one),
     RUNS,
 )
 
+BLOCK_BYTES: Final = 4096
 SLOTS: Final = 1024
 STEP_S: Final = 0.001
 """An engine that has nothing to do yet steps this often."""
@@ -46,20 +44,18 @@ ROOM_BYTES: Final = 64 << 20
 
 def measure(asked: argparse.Namespace, report: Report) -> None:
     """Fill a folder, then start over it."""
-    block_bytes = read_bytes(asked.block_bytes, "--block-bytes")
-    check_pages(block_bytes)
     with own_folder(asked.path) as folder:
         tier = {
             "type": "disk",
             "path": str(folder),
             "enable_kv_events": True,
-            "capacity_bytes": int(asked.blocks * block_bytes * ROOM_SHARE) + ROOM_BYTES,
+            "capacity_bytes": int(asked.blocks * BLOCK_BYTES * ROOM_SHARE) + ROOM_BYTES,
         }
         with progress("filling the folder", asked.blocks) as shown:
-            for stored in _fill(tier, block_bytes, asked.blocks):
+            for stored in _fill(tier, asked.blocks):
                 shown.advance(stored)
         report |= {"blocks": asked.blocks, "runs": []}
-        job = {"tiers": [tier], "block_bytes": block_bytes, "blocks": asked.blocks}
+        job = {"tier": tier, "blocks": asked.blocks}
         with progress("starting", asked.runs) as shown:
             for _ in range(asked.runs):
                 report["runs"].append(run_child(__name__, job, {}))
@@ -78,9 +74,9 @@ def show(report: Report) -> None:
 
 
 def main(job: Mapping[str, Any]) -> Iterator[dict[str, float]]:
-    """Start once over tiers the first of which has so many blocks; seconds by name."""
+    """Start once over a tier of so many blocks; seconds by name."""
     began_s = time.perf_counter()
-    facade = _runtime_of(job["tiers"], job["block_bytes"])
+    facade = _runtime_of(job["tier"])
     opened_s = time.perf_counter()
     told, longest_s, first_s = 0, 0.0, 0.0
     try:
@@ -104,12 +100,12 @@ def main(job: Mapping[str, Any]) -> Iterator[dict[str, float]]:
     }
 
 
-def _fill(tier: Mapping[str, Any], block_bytes: int, blocks: int) -> Iterator[int]:
+def _fill(tier: Mapping[str, Any], blocks: int) -> Iterator[int]:
     """Store so many blocks in a tier; yield how many more there are.
 
     Raises ``StoreFault`` if it does not take them all.
     """
-    facade = _runtime_of([tier], block_bytes)
+    facade = _runtime_of(tier)
     try:
         stored = 0
         for first in range(0, blocks, SLOTS // 2):
@@ -126,8 +122,7 @@ def _fill(tier: Mapping[str, Any], block_bytes: int, blocks: int) -> Iterator[in
 def _store(facade: SchedulerFacade, request: str, keys: list[bytes]) -> None:
     facade.on_request_started(request)
     grant = facade.prepare_store(keys, request)
-    if grant is None or len(grant.keys) < len(keys):
-        raise StoreFault(f"there is no room for {len(keys)} blocks in memory")
+    assert grant is not None
     facade.complete_store(grant.keys, request)
     facade.on_request_finished(request)
     facade.step_end()
@@ -136,11 +131,11 @@ def _store(facade: SchedulerFacade, request: str, keys: list[bytes]) -> None:
         facade.step_end()
 
 
-def _runtime_of(tiers: list[Mapping[str, Any]], block_bytes: int) -> SchedulerFacade:
+def _runtime_of(tier: Mapping[str, Any]) -> SchedulerFacade:
     config = RuntimeConfig.from_mapping(
-        {"secondary_tiers": tiers}, slot_count=SLOTS, block_bytes=block_bytes
+        {"secondary_tiers": [tier]}, slot_count=SLOTS, block_bytes=BLOCK_BYTES
     )
-    memory = SlotMemory.anonymous(SLOTS, block_bytes)
+    memory = SlotMemory.anonymous(SLOTS, BLOCK_BYTES)
     return open_runtime(config, memory, Namespace({"bench": "start"}), collect_events=True)
 
 

@@ -28,18 +28,21 @@ if TYPE_CHECKING:
 class Call(StrEnum):
     """What is measured, in the order of the table, and the promised ratio to vLLM's time.
 
-    ``unit``: most are counted by the key, some by the call, or the step.
+    Most are counted by the key, some by the call, or the step.
     """
 
-    def __new__(cls, text: str, bound: float | None = None, unit: str = "ns/key") -> Self:
+    def __new__(cls, text: str, bound: float | None = None) -> Self:
         """Make a member."""
         member = str.__new__(cls, text)
-        member._value_ = text
-        member.bound, member.unit = bound, unit
+        member._value_, member.bound = text, bound
         return member
 
     bound: float | None
-    unit: str
+
+    @property
+    def is_of_keys(self) -> bool:
+        """Whether it is counted by the key."""
+        return self not in _BY_THE_CALL
 
     LOOKUP_HIT = "lookup, hit", 1 / 3
     LOOKUP_MISS = "lookup, miss", 1 / 3
@@ -57,14 +60,17 @@ class Call(StrEnum):
     LOAD_SOURCE = "get_load_source"
     WHOLE_STORED = "all calls of a request, stored"
     WHOLE_LOADED = "all calls of a request, loaded"
-    NEW_REQUEST = "on_new_request", None, "ns/call"
-    SCHEDULE_END = "on_schedule_end", None, "ns/call"
-    GET_STATS = "get_stats", None, "ns/call"
-    TAKE_EVENTS = "take_events", None, "ns/call"
+    NEW_REQUEST = "on_new_request"
+    SCHEDULE_END = "on_schedule_end"
+    GET_STATS = "get_stats"
+    TAKE_EVENTS = "take_events"
     TAKE_EVENTS_OF_KEYS = "take_events, blocks stored or evicted"
-    QUIET_STEP = "a step that only decodes", None, "ns/call"
+    QUIET_STEP = "a step that only decodes"
 
 
+_BY_THE_CALL: Final = frozenset(
+    {Call.NEW_REQUEST, Call.SCHEDULE_END, Call.GET_STATS, Call.TAKE_EVENTS, Call.QUIET_STEP}
+)
 QUIET_STEPS: Final = 20
 """So many, one after the other, count as one figure: a single one is over too soon to be timed."""
 
@@ -85,16 +91,6 @@ class Stopwatch:
         result = function(*arguments)
         self._note(name, time.perf_counter_ns() - started, keys)
         return result
-
-    def apart(self, name: str, function: Callable[[], Any], count: int) -> None:
-        """Take the time of ``count`` calls, made by ``function``, that belong to no turn."""
-        started = time.perf_counter_ns()
-        function()
-        self.ns[name].append((time.perf_counter_ns() - started) / count)
-
-    def take_over(self, name: str, other: Stopwatch) -> None:
-        """Have another watch's times of one call, in place of one's own."""
-        self.ns[name] = other.ns[name]
 
     def each(
         self, name: str, function: Callable[..., Any], keys: Sequence[bytes], context: object
@@ -118,22 +114,18 @@ class Stopwatch:
 class PauseWatch(Stopwatch):
     """Finds the longest single call of each kind.
 
-    ``wall_ns`` is what the engine would see. ``cpu_ns`` is the thread's own
-    time, in which a busy machine's other processes do not show.
+    In the thread's own time, in which a busy machine's other processes do not show.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.wall_ns: defaultdict[str, int] = defaultdict(int)
-        self.cpu_ns: defaultdict[str, int] = defaultdict(int)
+        self.longest_ns: defaultdict[str, int] = defaultdict(int)
 
     @override
     def call(self, name: str, function: Callable[..., Any], *arguments: Any, keys: int = 1) -> Any:
-        wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        began_ns = time.thread_time_ns()
         result = function(*arguments)
-        cpu, wall = time.thread_time_ns() - cpu, time.perf_counter_ns() - wall
-        self.wall_ns[name] = max(self.wall_ns[name], wall)
-        self.cpu_ns[name] = max(self.cpu_ns[name], cpu)
+        self.longest_ns[name] = max(self.longest_ns[name], time.thread_time_ns() - began_ns)
         return result
 
     @override
@@ -181,8 +173,7 @@ class RequestPlayer:
         watch.call(Call.FINISHED_STORED, manager.on_request_finished, context, keys=count)
         self._take(events_of=count)
         watch.end_turn(Call.WHOLE_STORED, count)
-        if self.side.has_tier:
-            self._settle()
+        self._settle()
 
     def fill(self, first: int, count: int) -> None:
         """Store new blocks with no call more than that takes, and untimed."""
@@ -195,8 +186,7 @@ class RequestPlayer:
         self.side.step()
         manager.get_stats()
         list(manager.take_events())
-        if self.side.has_tier:
-            self._settle()
+        self._settle()
 
     def load(self, first: int, count: int) -> None:
         """Play a request all of whose blocks are in the primary tier."""
@@ -220,7 +210,9 @@ class RequestPlayer:
     def load_and_decode(self, first: int, count: int) -> None:
         """Then play steps in which no request comes, ends, loads or stores."""
         self.load(first, count)
-        self.watch.apart(Call.QUIET_STEP, self._quiet_steps, QUIET_STEPS)
+        started = time.perf_counter_ns()
+        self._quiet_steps()
+        self.watch.ns[Call.QUIET_STEP].append((time.perf_counter_ns() - started) / QUIET_STEPS)
 
     def _quiet_steps(self) -> None:
         manager = self._manager
@@ -284,7 +276,8 @@ class RequestPlayer:
 
     def _settle(self) -> None:
         """Step until the tier has stored everything, so that it does not disturb the next turn."""
-        self._wait(lambda: not self._manager.has_pending_work())
+        if self.side.has_tier:
+            self._wait(lambda: not self._manager.has_pending_work())
 
     def _wait(self, reached: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TIER_TIMEOUT_S

@@ -6,7 +6,6 @@ Running the benchmarks: ``tests/vllm/bench``.
 from __future__ import annotations
 
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
@@ -18,14 +17,11 @@ from stress.bench.decide import (
     OPTIONS,
     RECOMPUTE,
     cell_figures,
+    cells_of,
     noticed_after,
-    read_plan,
 )
 from stress.bench.harness import orders, ratio, read_options
 from stress.bench.rated_tier import Rate, RatedDevice
-
-if TYPE_CHECKING:
-    from stress.bench.decide import Plan
 
 BLOCK_BYTES = 1000
 HALF_A_SECOND = Rate(bytes_per_s=2 * BLOCK_BYTES)  # for each block
@@ -38,36 +34,28 @@ def test_sides_take_turns_in_going_first_and_each_order_comes_as_often() -> None
     assert all(three.count(order) == 2 for order in three)
 
 
-def test_a_ratio_is_that_of_medians_beside_those_of_the_runs() -> None:
-    found = ratio([1.0, 6.0, 2.0], [2.0, 4.0, 8.0])
-    assert found == {"ratio": 0.5, "ratio_min": 0.25, "ratio_max": 1.5}
-
-
-def plan_of(*options: str) -> Plan:
-    return read_plan(read_options(OPTIONS, "decide", options))
+@pytest.mark.parametrize(("run_by_run", "found", "holds"), [(False, 0.5, True), (True, 1.0, False)])
+def test_a_ratio_is_that_of_medians_or_the_median_of_the_runs(
+    run_by_run: bool, found: float, holds: bool
+) -> None:
+    each = ratio([1.0, 6.0, 2.0], [1.0, 4.0, 8.0], at_most=0.5, run_by_run=run_by_run)
+    assert each == {
+        "ratio": found,
+        "of_runs": [1.0, 1.5, 0.25],
+        "bar": "<= 0.50",
+        "holds": holds,
+    }
 
 
 def test_cells_go_from_the_fastest_tier_to_the_one_that_hangs() -> None:
     """A tier that has become faster takes a while to be noticed; that is the step's to show."""
-    cells = plan_of(
-        "--rates", "hang,2MB,2GB", "--prompts", "4_000,1000", "--clients", "8,1"
-    ).cells()
-    assert list(dict.fromkeys(cell.speed.name for cell in cells)) == ["2GB/s", "2MB/s", "hang"]
-    assert [(cell.tokens, cell.clients) for cell in cells[:4]] == [
-        (1000, 1),
-        (1000, 8),
-        (4000, 1),
-        (4000, 8),
-    ]
-    assert cells[0].speed.rate.bytes_per_s == 2e9
-    assert cells[-1].speed.rate.hangs
-
-
-def test_a_step_is_between_the_fastest_and_the_slowest_tier_that_moves() -> None:
-    speeds = plan_of("--rates", "hang,2MB,20MB/s,2GB").step_speeds
-    assert speeds is not None
-    assert [speed.name for speed in speeds] == ["2GB/s", "2MB/s"]
-    assert plan_of("--rates", "hang,2MB").step_speeds is None
+    options = ("--rates", "hang,2MB,2GB", "--prompts", "4_000,1000", "--clients", "8,1")
+    cells = cells_of(read_options(OPTIONS, "decide", options))
+    assert list(dict.fromkeys(cell.tier for cell in cells)) == ["2GB/s", "2MB/s", "hang"]
+    sizes = [(cell.tokens, cell.clients) for cell in cells[:4]]
+    assert sizes == [(1000, 1), (1000, 8), (4000, 1), (4000, 8)]
+    assert cells[0].rate.bytes_per_s == 2e9
+    assert cells[-1].rate.hangs
 
 
 def test_a_cell_is_judged_by_the_better_of_both_choices() -> None:

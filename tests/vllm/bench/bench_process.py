@@ -101,11 +101,12 @@ def start_bench(tmp_path: Path, *options: str) -> Iterator[Bench]:
         yield Bench(process, folder, log_path, mark)
 
 
-def assert_ctrl_c_leaves_nothing(tmp_path: Path, *options: str, child: str) -> None:
-    """Interrupt the benchmark once the module ``child`` runs in a process of its own."""
+def run_bench(tmp_path: Path, *options: str) -> str:
+    """Run a benchmark to its end, and return what it printed. Nothing else may be left."""
     with start_bench(tmp_path, *options) as bench:
-        bench.wait_for_child(child)
-        bench.assert_ctrl_c_ends_it()
+        assert bench.wait() == 0, bench.log()
+        bench.assert_nothing_is_left()
+        return bench.log()
 
 
 def regions() -> list[str]:

@@ -6,8 +6,6 @@ import json
 import mmap
 import os
 import shutil
-import signal
-import sys
 import threading
 import warnings
 from argparse import Namespace
@@ -18,14 +16,13 @@ import pytest
 from kvtier.errors import StoreFault
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.tools.bench.call_legs import KINDS, LOAD, STORE
-from stress.bench.__main__ import main
 from tests.support.threads_left import ending_threads
-from tests.vllm.bench.bench_process import Bench, start_bench
+from tests.vllm.bench.bench_process import run_bench
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
     from stress.bench import disk_sides
-    from stress.bench.disk import DiskRounds, drop_from_page_cache, figures, measure_size, ratios
+    from stress.bench.disk import Legs, drop_from_page_cache, figures, measure_size, ratios
     from stress.bench.disk_beside import FIO, LMCACHE, Fio, FioFailed, LMCacheSide
     from stress.bench.disk_sides import (
         ENCRYPTED,
@@ -209,26 +206,12 @@ def test_a_busy_thread_submits_one_job_an_iteration(setup: DiskSetup) -> None:
     assert max(busy.submitted_in_step) == 1
 
 
-def test_ctrl_c_does_not_strike_within_a_side(setup: DiskSetup) -> None:
-    """There it could keep a lock of vLLM's pool taken for ever; nobody could close it then."""
-
-    class InterruptedSide(SlowSide):
-        def submit(self, kind: str, job: Job) -> None:
-            signal.raise_signal(signal.SIGINT)
-            super().submit(kind, job)
-
-    side = InterruptedSide(setup)
-    with pytest.raises(KeyboardInterrupt):
-        play(side, STORE, jobs(size=2), in_flight=3, busy=True)
-    assert side.under_way == [jobs(size=2)[0].number]
-
-
-def measured(*rounds: dict[str, float], pause: float = 1.0) -> DiskRounds:
+def measured(*rounds: dict[str, float], pause: float = 1.0) -> Legs:
     """Return legs in which a side took so many seconds for everything in each round.
 
     kvtier's longest pause is ``pause``, all others' are 10.
     """
-    legs = {
+    return {
         kind: {
             side: [
                 DiskLeg(each[side], [each[side]], pause if side == KVTIER else 10.0, 0.0)
@@ -238,11 +221,10 @@ def measured(*rounds: dict[str, float], pause: float = 1.0) -> DiskRounds:
         }
         for kind in KINDS
     }
-    return DiskRounds(legs, legs, [0.001])
 
 
-def ratios_of(found: DiskRounds, block_bytes: int = BLOCK_BYTES) -> dict[str, dict[str, Any]]:
-    return {each["name"]: each for each in ratios(found, block_bytes)}
+def ratios_of(found: Legs, block_bytes: int = BLOCK_BYTES) -> dict[str, dict[str, Any]]:
+    return {each["name"]: each for each in ratios(found, found, block_bytes)}
 
 
 def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
@@ -253,19 +235,17 @@ def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
         {VLLM: 6.0, KVTIER_FS: 6.0, KVTIER: 2.0, RAW: 2.0},
     )
     store = ratios_of(found)["store, times vLLM's GB/s"]
-    assert store["of_rounds"] == [4.0, 5.0, 3.0]
-    assert (store["median"], store["holds"]) == (4.0, True)
-    shown = figures(found, 10**9, BLOCK_BYTES)
-    assert shown["gb_per_s"][STORE][KVTIER] == [0.5, 0.1, 0.5]
-    assert shown["job_p50_ms"][LOAD][KVTIER] == 2000.0
+    assert store["of_runs"] == [4.0, 5.0, 3.0]
+    assert (store["ratio"], store["holds"]) == (4.0, True)
+    shown = figures(found[STORE][KVTIER], [], 10**9)
+    assert (shown["GB/s"], shown["job p50, ms"], shown["GB/s, thread busy"]) == (0.5, 2000.0, None)
 
 
 def test_bars_are_those_of_the_block_size() -> None:
     found = measured({VLLM: 1.1, KVTIER_FS: 1.1, KVTIER: 1.0, RAW: 1.0})
-    bars = [ratios_of(found, size)["load, times vLLM's GB/s"] for size in (64 << 10, 1 << 20)]
-    assert [(bar["at_least"], bar["holds"]) for bar in bars] == [(1.2, False), (1.0, True)]
-    other = ratios_of(found, 2 << 20)["load, times vLLM's GB/s"]
-    assert (other["at_least"], other["holds"]) == (None, None)
+    loads = [ratios_of(found, n << 10)["load, times vLLM's GB/s"] for n in (64, 1024, 2048)]
+    bars = [(bar["bar"], bar["holds"]) for bar in loads]
+    assert bars == [(">= 1.20", False), (">= 1.00", True), ("", None)]
 
 
 def test_large_blocks_are_held_against_the_best_of_the_others_in_each_round() -> None:
@@ -277,8 +257,8 @@ def test_large_blocks_are_held_against_the_best_of_the_others_in_each_round() ->
     name = "store, share of the best of vLLM's and raw's GB/s"
     assert name not in ratios_of(found)
     large = ratios_of(found, 1 << 20)
-    assert large[name]["of_rounds"] == [0.5, 0.5, 1.0]
-    assert (large[name]["at_least"], large[name]["holds"]) == (0.95, False)
+    assert large[name]["of_runs"] == [0.5, 0.5, 1.0]
+    assert (large[name]["bar"], large[name]["holds"]) == (">= 0.95", False)
     assert large["store, kvtier fs, times vLLM's GB/s"]["holds"] is True
 
 
@@ -286,16 +266,8 @@ def test_lmcache_is_one_of_the_others_where_it_is_measured() -> None:
     seconds = {VLLM: 2.0, KVTIER_FS: 2.0, KVTIER: 2.0, LMCACHE: 1.0, RAW: 4.0}
     found = ratios_of(measured(seconds), 1 << 20)
     name = "store, share of the best of vLLM's and LMCache's and raw's GB/s"
-    assert found[name]["of_rounds"] == [0.5]
-    assert found["load, times LMCache's GB/s"]["of_rounds"] == [0.5]
-
-
-def test_lmcache_that_is_not_there_is_said_at_the_door(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "lmcache_rust_raw_block_io", None)
-    assert main(["disk", "--beside", "lmcache"]) == 2
-    assert "pip install lmcache lmcache-rust-raw-block-io" in capsys.readouterr().err
+    assert found[name]["of_runs"] == [0.5]
+    assert found["load, times LMCache's GB/s"]["of_runs"] == [0.5]
 
 
 def test_what_lmcache_has_is_forgotten_after_each_round(setup: DiskSetup) -> None:
@@ -347,101 +319,47 @@ def test_fio_moves_a_legs_bytes_where_there_is_one(setup: DiskSetup) -> None:
     assert (fio.folder / "file").stat().st_size == setup.leg_bytes
 
 
-def test_without_fio_it_is_said_how_to_get_it(
-    setup: DiskSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FioFailed, match=r"fio not found\. Install it"):
-        Fio(setup)
-
-
-def test_a_fio_that_fails_is_quoted(
-    setup: DiskSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "bin" / "fio"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\necho no such engine >&2\nexit 1\n")
-    program.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    with pytest.raises(FioFailed, match=r"none of io_uring, libaio.*no such engine"):
-        Fio(setup)
+ASKED = Namespace(rounds=1, encryption=True, beside=None)
 
 
 def test_all_sides_run_every_leg_and_leave_no_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))  # fio's own run is the command's test
+    monkeypatch.setenv("PATH", str(tmp_path))  # without fio
     threads = ending_threads()
-    asked = Namespace(rounds=2, threads=4, encryption=True, beside=None)
-    found = measure_size(asked, tmp_path, 4 << 20, BLOCK_BYTES)
+    found = measure_size(ASKED, tmp_path, 4 << 20, BLOCK_BYTES)
     for kind in KINDS:
-        sides = [VLLM, KVTIER_FS, KVTIER, ENCRYPTED, RAW]
-        assert list(found["gb_per_s"][kind]) == sides
-        assert all(len(found["gb_per_s"][kind][side]) == 2 for side in sides)
-        assert list(found["gb_per_s_busy"][kind]) == [VLLM, KVTIER, ENCRYPTED]
+        rows = found["figures"][kind]
+        assert list(rows) == [VLLM, KVTIER_FS, KVTIER, ENCRYPTED, RAW]
+        busy = [side for side, row in rows.items() if row["GB/s, thread busy"]]
+        assert busy == [VLLM, KVTIER, ENCRYPTED]
+        assert all(row["GB/s"] > 0 and row["job p50, ms"] > 0 for row in rows.values())
     assert found["fio"].startswith("fio not found")
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) == 0
     until(lambda: ending_threads() <= threads, threading.enumerate)
 
 
-def wait_for_blocks(bench: Bench) -> None:
-    """Wait until a side has written blocks."""
-    until(lambda: bench.has_ended() or any(bench.folder.rglob("*.bin")), bench.log)
-    assert not bench.has_ended(), bench.log()
+def test_bytes_that_were_not_stored_are_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = RawSide.submit
+
+    def loads_nothing(side: RawSide, _kind: str, job: Job) -> None:
+        submit(side, STORE, job)
+
+    monkeypatch.setattr(RawSide, "submit", loads_nothing)
+    with pytest.raises(StoreFault, match="raw: a load brought other bytes"):
+        measure_size(ASKED, tmp_path, 2 << 20, BLOCK_BYTES)
 
 
 @pytest.mark.one_release
 @pytest.mark.slow
 def test_the_command_reports_figures_and_bars(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    options = ["--bytes", "4MiB", "--rounds", "1", "--threads", "4"]
-    sizes = ["--block-bytes", "64KiB,128KiB"]
-    with start_bench(tmp_path, "disk", *options, *sizes, "--json", str(report)) as bench:
-        assert bench.wait() == 0, bench.log()
-        shown = bench.log()
-        bench.assert_nothing_is_left()
+    options = ["--bytes", "4MiB", "--rounds", "1", "--block-bytes", "64KiB,128KiB"]
+    shown = run_bench(tmp_path, "disk", *options, "--json", str(report))
     data = json.loads(report.read_text())
-    assert {"kvtier_version", "vllm_version", "options"} <= data.keys()
     assert [size["block_bytes"] for size in data["sizes"]] == [64 << 10, 128 << 10]
-    for size in data["sizes"]:
-        sides = [VLLM, KVTIER_FS, KVTIER, RAW, *([FIO] if shutil.which("fio") else [])]
-        for kind in KINDS:
-            assert list(size["gb_per_s"][kind]) == sides
-            assert all(min(figures) > 0 for figures in size["gb_per_s"][kind].values())
-            assert size["job_p50_ms"][kind][KVTIER] <= size["job_p99_ms"][kind][KVTIER]
-            assert all(len(size["longest_pause_ms"][kind][each]) == 1 for each in (VLLM, KVTIER))
-        assert set(size["direct"]) == {VLLM, KVTIER_FS, KVTIER, RAW}
-        assert size["ratios"]
     lines = ("store, GB/s", "load, job p99, ms", "opened with O_DIRECT", ">= 4.00")
     assert all(line in shown for line in lines)
     assert ("fio not found" in shown) is (shutil.which("fio") is None)
-
-
-@pytest.mark.one_release
-@pytest.mark.slow
-def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
-    with start_bench(tmp_path, "disk", "--bytes", "64MiB", "--block-bytes", "64KiB") as bench:
-        wait_for_blocks(bench)
-        bench.assert_ctrl_c_ends_it()
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        (["--block-bytes", "1000"], "multiple of 4096"),
-        (["--block-bytes", "4 parsecs"], "is not a size"),
-        (["--bytes", "1MiB"], "less than one job"),
-        (["--bytes", "900TB", "--block-bytes", "1MiB"], "MiB free"),
-        (["--threads", "1"], "--threads"),
-        (["--rounds", "0"], "--rounds"),
-        (["--path", "nowhere/at/all"], "no folder"),
-    ],
-)
-@pytest.mark.one_release
-def test_what_cannot_be_measured_is_refused_before_anything_is_written(
-    options: list[str], word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = [] if "--path" in options else ["--path", str(tmp_path)]
-    assert main(["disk", *folder, *options]) == 2
-    assert word in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
