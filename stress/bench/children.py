@@ -27,20 +27,16 @@ if TYPE_CHECKING:
 
 LOG_TAIL_LINES: Final = 30
 
-QUIET_ENVIRONMENT: Final = {
+ENVIRONMENT: Final = {
+    # Keeps vLLM from filling the terminal, and from asking the network.
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-}
-"""Keeps vLLM from filling the terminal, and from asking the network."""
-
-ENGINE: Final = "stress.bench.driven_engine"
-ENVIRONMENT: Final = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engines are stepped by the benchmark
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine's core runs in its part
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "OMP_NUM_THREADS": "1",  # tiers' threads get the other cores
 }
-"""Of parts that are engines."""
+ENGINE: Final = "stress.bench.driven_engine"
 
 
 class ChildFailed(KVTierError):
@@ -76,9 +72,7 @@ class Part:
 
 
 @contextmanager
-def start_part(
-    module: str, job: Mapping[str, Any], environment: Mapping[str, str]
-) -> Iterator[Part]:
+def start_part(module: str, job: Mapping[str, Any], **environment: str) -> Iterator[Part]:
     """Start a part. It and all that it has started are killed when the block is left."""
     with (
         tempfile.TemporaryFile() as log,
@@ -87,7 +81,7 @@ def start_part(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={**os.environ, **QUIET_ENVIRONMENT, **environment},
+            env={**os.environ, **ENVIRONMENT, **environment},
         ) as process,
     ):
         try:
@@ -99,9 +93,9 @@ def start_part(
                     pipe.close()
 
 
-def run_child(module: str, job: Mapping[str, Any], environment: Mapping[str, str]) -> Any:  # noqa: ANN401 - JSON
+def run_child(module: str, job: Mapping[str, Any]) -> Any:  # noqa: ANN401 - JSON
     """Run a part that gives a single answer, to its end. Raises ``ChildFailed``."""
-    with start_part(module, job, environment) as part:
+    with start_part(module, job) as part:
         found = part.answer()
         part.process.wait()
         return found
@@ -118,7 +112,7 @@ def start_engine(folder: Path, job: Mapping[str, Any]) -> Iterator[Part]:
     temporary.mkdir(exist_ok=True)
     job = {"model": str(folder / "model"), "engine_id": engine_id, **job}
     try:
-        with start_part(ENGINE, job, {**ENVIRONMENT, "TMPDIR": str(temporary)}) as part:
+        with start_part(ENGINE, job, TMPDIR=str(temporary)) as part:
             part.answer()
             yield part
     finally:

@@ -131,7 +131,7 @@ def measure(asked: argparse.Namespace, report: Report) -> None:
         for policy in policies:
             weighed: dict[str, Any] = {"policy": policy}
             for side in SIDES:
-                weighed[side] = run_child(__name__, {**job, "policy": policy, "side": side}, {})
+                weighed[side] = run_child(__name__, {**job, "policy": policy, "side": side})
                 shown.advance()
             report["memory"].append(weighed)
     if asked.picture:

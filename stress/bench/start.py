@@ -58,7 +58,7 @@ def measure(asked: argparse.Namespace, report: Report) -> None:
         job = {"tier": tier, "blocks": asked.blocks}
         with progress("starting", asked.runs) as shown:
             for _ in range(asked.runs):
-                report["runs"].append(run_child(__name__, job, {}))
+                report["runs"].append(run_child(__name__, job))
                 shown.advance()
 
 

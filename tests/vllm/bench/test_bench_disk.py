@@ -143,21 +143,6 @@ def test_kvtiers_folder_takes_more_legs_than_fit_and_has_the_last(setup: DiskSet
     assert sum(path.stat().st_size for path in side.folder.iterdir()) <= 2.5 * setup.leg_bytes
 
 
-def test_what_vllm_has_stored_takes_no_room_after_a_round_and_its_files_stay(
-    setup: DiskSetup,
-) -> None:
-    """To delete them would slow down those that are made next, for minutes."""
-    side = VLLMSide(setup)
-    try:
-        play(side, STORE, jobs(), in_flight=2, busy=False)
-        files = list(side.folder.rglob("*.bin"))
-        assert len(files) == SLOTS
-        side.forget()
-        assert [path.stat().st_size for path in files] == [0] * SLOTS
-    finally:
-        side.close()
-
-
 class SlowSide(DiskSide):
     """Ends one job at each second call, and notes how many were under way."""
 
@@ -188,33 +173,25 @@ class SlowSide(DiskSide):
 def test_a_leg_keeps_so_many_jobs_under_way_until_all_have_ended(
     busy: bool, setup: DiskSetup
 ) -> None:
+    """A busy thread submits them as steps bring them: many at once would be its own pause."""
     side = SlowSide(setup)
     leg = play(side, STORE, jobs(size=2), in_flight=3, busy=busy)
-    assert side.most == 3
-    assert side.under_way == []
+    assert (side.most, side.under_way) == (3, [])
+    assert max(side.submitted_in_step) == (1 if busy else 3)
     assert len(leg.job_seconds) == SLOTS // 2
     assert 0 < max(leg.job_seconds) <= leg.seconds
     assert 0 < leg.longest_pause_s <= leg.seconds
 
 
-def test_a_busy_thread_submits_one_job_an_iteration(setup: DiskSetup) -> None:
-    """As steps bring them: many at once would be the thread's own pause."""
-    idle, busy = SlowSide(setup), SlowSide(setup)
-    play(idle, STORE, jobs(size=2), in_flight=3, busy=False)
-    play(busy, STORE, jobs(size=2), in_flight=3, busy=True)
-    assert max(idle.submitted_in_step) == 3
-    assert max(busy.submitted_in_step) == 1
-
-
-def measured(*rounds: dict[str, float], pause: float = 1.0) -> Legs:
+def measured(*rounds: dict[str, float]) -> Legs:
     """Return legs in which a side took so many seconds for everything in each round.
 
-    kvtier's longest pause is ``pause``, all others' are 10.
+    kvtier's longest pause is 1, all others' are 10.
     """
     return {
         kind: {
             side: [
-                DiskLeg(each[side], [each[side]], pause if side == KVTIER else 10.0, 0.0)
+                DiskLeg(each[side], [each[side]], 1.0 if side == KVTIER else 10.0, 0.0)
                 for each in rounds
             ]
             for side in rounds[0]
@@ -241,33 +218,51 @@ def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
     assert (shown["GB/s"], shown["job p50, ms"], shown["GB/s, thread busy"]) == (0.5, 2000.0, None)
 
 
-def test_bars_are_those_of_the_block_size() -> None:
-    found = measured({VLLM: 1.1, KVTIER_FS: 1.1, KVTIER: 1.0, RAW: 1.0})
-    loads = [ratios_of(found, n << 10)["load, times vLLM's GB/s"] for n in (64, 1024, 2048)]
-    bars = [(bar["bar"], bar["holds"]) for bar in loads]
-    assert bars == [(">= 1.20", False), (">= 1.00", True), ("", None)]
+ONE = {VLLM: 4.0, KVTIER_FS: 4.0, KVTIER: 2.0, RAW: 1.0}
+LARGE = 1 << 20
 
 
-def test_large_blocks_are_held_against_the_best_of_the_others_in_each_round() -> None:
-    found = measured(
-        {VLLM: 2.0, KVTIER_FS: 2.0, KVTIER: 2.0, RAW: 1.0},
-        {VLLM: 1.0, KVTIER_FS: 1.0, KVTIER: 2.0, RAW: 2.0},
-        {VLLM: 3.0, KVTIER_FS: 3.1, KVTIER: 2.0, RAW: 2.0},
-    )
-    name = "store, share of the best of vLLM's and raw's GB/s"
-    assert name not in ratios_of(found)
-    large = ratios_of(found, 1 << 20)
-    assert large[name]["of_runs"] == [0.5, 0.5, 1.0]
-    assert (large[name]["bar"], large[name]["holds"]) == (">= 0.95", False)
-    assert large["store, kvtier fs, times vLLM's GB/s"]["holds"] is True
-
-
-def test_lmcache_is_one_of_the_others_where_it_is_measured() -> None:
-    seconds = {VLLM: 2.0, KVTIER_FS: 2.0, KVTIER: 2.0, LMCACHE: 1.0, RAW: 4.0}
-    found = ratios_of(measured(seconds), 1 << 20)
-    name = "store, share of the best of vLLM's and LMCache's and raw's GB/s"
-    assert found[name]["of_runs"] == [0.5]
-    assert found["load, times LMCache's GB/s"]["of_runs"] == [0.5]
+@pytest.mark.parametrize(
+    ("rounds", "block_bytes", "name", "ratio", "bar", "holds"),
+    [
+        ([ONE], BLOCK_BYTES, "load, times vLLM's GB/s", 2.0, ">= 1.20", True),
+        ([ONE], BLOCK_BYTES, "store, times vLLM's GB/s", 2.0, ">= 4.00", False),
+        ([ONE], 2 * LARGE, "store, times vLLM's GB/s", 2.0, "", None),
+        ([ONE], LARGE, "store, kvtier fs, times vLLM's GB/s", 1.0, ">= 1.00", True),
+        ([ONE], BLOCK_BYTES, "store, share of raw's GB/s", 0.5, ">= 0.85", False),
+        ([ONE | {FIO: 1.8}], BLOCK_BYTES, "store, share of raw's GB/s", 0.5, "", None),
+        ([ONE | {FIO: 1.8}], BLOCK_BYTES, "load, share of fio's GB/s", 0.9, ">= 0.85", True),
+        ([ONE | {LMCACHE: 1.0}], LARGE, "load, times LMCache's GB/s", 0.5, "", None),
+        (
+            # The best of each round, whoever that is.
+            [ONE | {VLLM: 4.0}, ONE | {VLLM: 1.0, RAW: 4.0}, ONE | {VLLM: 4.0, RAW: 2.0}],
+            LARGE,
+            "store, share of the best of vLLM's and raw's GB/s",
+            0.5,
+            ">= 0.95",
+            False,
+        ),
+        (
+            [ONE | {LMCACHE: 0.5}],
+            LARGE,
+            "store, share of the best of vLLM's and LMCache's and raw's GB/s",
+            0.25,
+            ">= 0.95",
+            False,
+        ),
+        ([ONE], BLOCK_BYTES, "store, longest pause, share of vLLM's", 0.1, "<= 0.25", True),
+    ],
+)
+def test_bars_are_those_of_the_block_size_and_of_who_was_measured(
+    rounds: list[dict[str, float]],
+    block_bytes: int,
+    name: str,
+    ratio: float,
+    bar: str,
+    holds: bool | None,
+) -> None:
+    found = ratios_of(measured(*rounds), block_bytes)[name]
+    assert (found["ratio"], found["bar"], found["holds"]) == (pytest.approx(ratio), bar, holds)
 
 
 def test_what_lmcache_has_is_forgotten_after_each_round(setup: DiskSetup) -> None:
@@ -280,20 +275,6 @@ def test_what_lmcache_has_is_forgotten_after_each_round(setup: DiskSetup) -> Non
             side.forget()
     finally:
         side.close()
-
-
-def test_the_share_of_fio_has_the_bar_and_raw_has_it_only_without_fio() -> None:
-    seconds = {VLLM: 4.0, KVTIER_FS: 4.0, KVTIER: 2.0, RAW: 1.0}
-    with_fio = ratios_of(measured({**seconds, FIO: 1.8}))
-    assert with_fio["store, share of fio's GB/s"]["holds"] is True
-    assert with_fio["store, share of raw's GB/s"]["holds"] is None
-    assert ratios_of(measured(seconds))["store, share of raw's GB/s"]["holds"] is False
-
-
-@pytest.mark.parametrize(("pause", "holds"), [(2.5, True), (2.6, False)])
-def test_a_pause_may_be_a_quarter_of_vllms(pause: float, holds: bool) -> None:
-    found = measured({VLLM: 1.0, KVTIER_FS: 1.0, KVTIER: 1.0, RAW: 1.0}, pause=pause)
-    assert ratios_of(found)["store, longest pause, share of vLLM's"]["holds"] is holds
 
 
 def test_the_files_of_a_folder_are_dropped_from_the_page_cache(
