@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from kvtier.errors import InternalError, Misuse
 from kvtier.plugin_api.sizes import parse_size
 from kvtier.tools.terminal import progress, table
-from stress.bench.children import start_engine
 from stress.bench.harness import Option, Report, at_least_one, medians, orders, own_folder, several
 from stress.bench.rated_tier import TYPE_NAME, Rate
+from stress.children import start_engine
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Mapping, Sequence
 
-    from stress.bench.children import Part
+    from stress.children import Part
 
 OPTIONS: Final = (
     Option(

@@ -25,7 +25,6 @@ from kvtier.errors import InternalError
 from kvtier.tools.demo.engine import BLOCK_BYTES, BLOCK_TOKENS, DEMO_SHAPE
 from kvtier.tools.held_signals import HeldSignals
 from kvtier.tools.terminal import progress, table
-from stress.bench.children import start_engine
 from stress.bench.harness import (
     RUNS,
     Option,
@@ -48,6 +47,7 @@ from stress.bench.sides import (
     make_keys,
 )
 from stress.bench.turns import RequestPlayer, Stopwatch
+from stress.children import start_engine
 
 if TYPE_CHECKING:
     import argparse

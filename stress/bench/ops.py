@@ -30,7 +30,6 @@ from kvtier.settings.plugins import make_policy
 from kvtier.tools.bench.percentile import percentile
 from kvtier.tools.held_signals import HeldSignals
 from kvtier.tools.terminal import check_can_write, progress, table
-from stress.bench.children import run_child
 from stress.bench.harness import (
     RUNS,
     SEED,
@@ -47,6 +46,7 @@ from stress.bench.harness import (
 from stress.bench.picture import draw_scale
 from stress.bench.sides import KVTIER, SIDES, VLLM, ManagerSide, Setup
 from stress.bench.turns import Call, PauseWatch, RequestPlayer, Stopwatch
+from stress.children import run_child
 
 if TYPE_CHECKING:
     import argparse

@@ -15,8 +15,8 @@ from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime
 from kvtier.core.events import PRIMARY, EventKind
 from kvtier.errors import StoreFault
 from kvtier.tools.terminal import progress, table
-from stress.bench.children import run_child
 from stress.bench.harness import PATH, RUNS, Option, Report, at_least_one, own_folder, spread
+from stress.children import run_child
 
 if TYPE_CHECKING:
     import argparse

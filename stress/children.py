@@ -1,6 +1,6 @@
 """Parts of a benchmark in processes of their own; none outlives the benchmark.
 
-``stress.bench.children MODULE JOB`` is such a part: the module's ``main`` gets the job and
+``stress.children MODULE JOB`` is such a part: the module's ``main`` gets the job and
 yields answers, each of which is a line of JSON. What it prints otherwise is log.
 """
 
