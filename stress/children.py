@@ -1,4 +1,4 @@
-"""Parts of a benchmark in processes of their own; none outlives the benchmark.
+"""Parts of a soak or a benchmark in processes of their own; none outlives it.
 
 ``stress.children MODULE JOB`` is such a part: the module's ``main`` gets the job and
 yields answers, each of which is a line of JSON. What it prints otherwise is log.
@@ -11,40 +11,25 @@ import os
 import subprocess
 import sys
 import tempfile
-import uuid
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from kvtier.errors import KVTierError
-from kvtier.settings.host_memory import SHARED_MEMORY_FOLDER
 from kvtier.tools.process_group import process_group
-from kvtier.vllm.memory.region import sweep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 LOG_TAIL_LINES: Final = 30
 
-ENVIRONMENT: Final = {
-    # Keeps vLLM from filling the terminal, and from asking the network.
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine's core runs in its part
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "OMP_NUM_THREADS": "1",  # tiers' threads get the other cores
-}
-ENGINE: Final = "stress.bench.driven_engine"
-
 
 class ChildFailed(KVTierError):
-    """Raised when a part of a benchmark ended badly. The text ends with its log."""
+    """Raised when a part ended badly. The text ends with its log."""
 
 
 class Part:
-    """A part, as seen from the benchmark. Calls raise ``ChildFailed``."""
+    """A part, as seen from who has started it. Calls raise ``ChildFailed``."""
 
     def __init__(self, module: str, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
         self.process = process
@@ -81,7 +66,7 @@ def start_part(module: str, job: Mapping[str, Any], **environment: str) -> Itera
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={**os.environ, **ENVIRONMENT, **environment},
+            env={**os.environ, **environment},
         ) as process,
     ):
         try:
@@ -99,26 +84,6 @@ def run_child(module: str, job: Mapping[str, Any]) -> Any:  # noqa: ANN401 - JSO
         found = part.answer()
         part.process.wait()
         return found
-
-
-@contextmanager
-def start_engine(folder: Path, job: Mapping[str, Any]) -> Iterator[Part]:
-    """Start an engine: see ``driven_engine``. Nothing is left of it when the block is left.
-
-    ``folder``: for the model, which the first one makes, and for what those leave that are killed.
-    """
-    engine_id = f"bench-{uuid.uuid4()}"
-    temporary = folder / "tmp"
-    temporary.mkdir(exist_ok=True)
-    job = {"model": str(folder / "model"), "engine_id": engine_id, **job}
-    try:
-        with start_part(ENGINE, job, TMPDIR=str(temporary)) as part:
-            part.answer()
-            yield part
-    finally:
-        for path in Path(SHARED_MEMORY_FOLDER).glob(f"vllm_offload_{engine_id}*"):
-            path.unlink(missing_ok=True)
-        sweep(SHARED_MEMORY_FOLDER)
 
 
 def main() -> None:

@@ -27,14 +27,22 @@ BENCHMARKS: Final = {
     "start": "how long a start waits for kvtier",
     "compression": "how much compressing blocks saves, and costs",
 }
+ENVIRONMENT: Final = {
+    # Keeps vLLM from filling the terminal, and from asking the network.
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine's core runs in its part
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",  # tiers' threads get the other cores
+}
+"""Of the benchmark and its parts; vLLM reads it when it is imported."""
+
 OF_VLLM: Final = ("ops", "engine", "decide", "disk")
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Run one benchmark and return the exit status: 0 if it could be run, whatever it found."""
-    # Before vLLM is imported: it reads them then.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     chosen = argparse.ArgumentParser(
         prog="python -m stress.bench",
         description="; ".join(f"{name}: {purpose}" for name, purpose in BENCHMARKS.items()),
@@ -60,4 +68,5 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT)
     sys.exit(main())

@@ -18,9 +18,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from kvtier.errors import InternalError, Misuse
 from kvtier.plugin_api.sizes import parse_size
 from kvtier.tools.terminal import progress, table
-from stress.bench.harness import Option, Report, at_least_one, medians, orders, own_folder, several
+from stress.bench.harness import (
+    Option,
+    Report,
+    at_least_one,
+    medians,
+    orders,
+    own_folder,
+    several,
+    start_engine,
+)
 from stress.bench.rated_tier import TYPE_NAME, Rate
-from stress.children import start_engine
 
 if TYPE_CHECKING:
     import argparse

@@ -1,7 +1,7 @@
 """A real engine in a process of its own, which is asked for prompts, order by order.
 
 Its core runs in that process, so that manager calls can be timed, and rests between orders, so that
-engines take turns on the machine's cores. ``children.start_engine`` starts it.
+engines take turns on the machine's cores. ``harness.start_engine`` starts it.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from stress.bench.harness import (
     own_folder,
     ratio,
     ratio_cells,
+    start_engine,
 )
 from stress.bench.sides import (
     KVTIER,
@@ -47,7 +48,6 @@ from stress.bench.sides import (
     make_keys,
 )
 from stress.bench.turns import RequestPlayer, Stopwatch
-from stress.children import start_engine
 
 if TYPE_CHECKING:
     import argparse

@@ -12,6 +12,7 @@ import random
 import statistics
 import sys
 import tempfile
+import uuid
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import cycle, permutations
@@ -19,13 +20,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from kvtier.errors import Misuse
+from kvtier.settings.host_memory import SHARED_MEMORY_FOLDER
 from kvtier.tools.bench.about import about_machine
 from kvtier.tools.terminal import check_can_write, write_json
+from kvtier.vllm.memory.region import sweep
+from stress.children import start_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from stress.children import Part
+
 SEED: Final = 2026
+_ENGINE: Final = "stress.bench.driven_engine"
 SideT = TypeVar("SideT")
 
 Report = dict[str, Any]
@@ -102,6 +109,26 @@ def own_folder(place: str | None = None) -> Iterator[Path]:
         raise Misuse(f"--path {place} is no folder. Make it first, on the disk to be measured.")
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=place) as folder:
         yield Path(folder)
+
+
+@contextmanager
+def start_engine(folder: Path, job: Mapping[str, Any]) -> Iterator[Part]:
+    """Start an engine: see ``driven_engine``. Nothing is left of it when the block is left.
+
+    ``folder``: for the model, which the first one makes, and for what those leave that are killed.
+    """
+    engine_id = f"bench-{uuid.uuid4()}"
+    temporary = folder / "tmp"
+    temporary.mkdir(exist_ok=True)
+    job = {"model": str(folder / "model"), "engine_id": engine_id, **job}
+    try:
+        with start_part(_ENGINE, job, TMPDIR=str(temporary)) as part:
+            part.answer()
+            yield part
+    finally:
+        for path in Path(SHARED_MEMORY_FOLDER).glob(f"vllm_offload_{engine_id}*"):
+            path.unlink(missing_ok=True)
+        sweep(SHARED_MEMORY_FOLDER)
 
 
 def orders(sides: Sequence[SideT]) -> Iterator[Sequence[SideT]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 from kvtier.plugin_api.atomic_file import write_whole
+from stress.children import start_part
 from stress.plan import Kind
-from stress.remote.beside import Beside
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,16 +44,13 @@ class Bucket:
         self._expired: list[str] = []
         self._faults: list[str] = []
         self._write_keys()
-        self._server = Beside(_SERVER, folder / "log", str(OBJECTS_MAX))
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return self._server.port
+        self._stack = ExitStack()
+        self._server = self._stack.enter_context(start_part(_SERVER, {"objects_max": OBJECTS_MAX}))
+        self.port: int = self._server.answer()
 
     def close(self) -> None:
         """Kill the server."""
-        self._server.end()
+        self._stack.close()
 
     def begin(self, fault: Fault) -> int:
         """Do a fault; returns 1."""
@@ -77,7 +75,8 @@ class Bucket:
         return f"key-{self._tokens}"
 
     def _tell(self) -> None:
-        self._server.tell(*self._faults, *self._expired[-8:])  # no tier has any before these
+        # No tier has any token before these.
+        self._server.ask(faults=[*self._faults, *self._expired[-8:]])
 
     def _write_keys(self) -> None:
         keys = {"Version": 1, "AccessKeyId": self._key, "SecretAccessKey": "secret"}

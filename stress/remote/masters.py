@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from kvtier.plugin_api.atomic_file import write_whole
+from stress.children import start_part
 from stress.ports import HOST
-from stress.remote.beside import Beside
 from stress.remote.valkey_server import ValkeyServer
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import valkey
+
+    from stress.children import Part
 
 
 class Masters:
@@ -26,20 +29,15 @@ class Masters:
         self.password_file = folder / "password"
         self._passwords = 0
         self._servers = [ValkeyServer(folder / name, memory) for name in ("one", "other")]
-        self._log = folder / "name.log"
-        self._name: Beside | None = None
+        self._stack = ExitStack()
+        self._name: Part | None = None
+        self.port = 0  #: of the name, once it was started
         self.write_password()
 
     @property
     def password(self) -> str:
         """What the servers ask for now."""
         return f"password-{self._passwords}"
-
-    @property
-    def port(self) -> int:
-        """Of the name."""
-        assert self._name is not None, "it was not started"
-        return self._name.port
 
     @property
     def runs(self) -> bool:
@@ -55,7 +53,9 @@ class Masters:
                     self._set_password(client)
         self._take_places()
         if self._name is None:
-            self._name = Beside("stress.remote.moving_name", self._log, str(self._master.port))
+            name = start_part("stress.remote.moving_name", {"leads_to": self._master.port})
+            self._name = self._stack.enter_context(name)
+            self.port = self._name.answer()
 
     def kill(self) -> None:
         """Kill the master. It comes again empty, and its replica follows."""
@@ -71,8 +71,7 @@ class Masters:
 
     def end(self) -> None:
         """End all for good."""
-        if self._name is not None:
-            self._name.end()
+        self._stack.close()
         for server in self._servers:
             server.end()
 
@@ -85,7 +84,7 @@ class Masters:
         self._servers.reverse()
         self._take_places()
         assert self._name is not None, "it was not started"
-        self._name.tell(self._master.port)
+        self._name.ask(leads_to=self._master.port)
 
     def change_password(self) -> None:
         """Have the servers ask for another one, and end all connections. The file is behind."""

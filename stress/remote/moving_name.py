@@ -7,13 +7,16 @@ resolved anew.
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import threading
 from contextlib import suppress
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from stress.ports import HOST
-from stress.remote.beside import answer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _PIECE_BYTES: Final = 1 << 18
 
@@ -103,6 +106,10 @@ async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     writer.close()
 
 
-if __name__ == "__main__":
-    with MovingName(int(sys.argv[1])) as name:
-        answer(name.port, lambda words: name.lead_to(int(words[0])))
+def main(job: dict[str, int]) -> Iterator[int | None]:
+    """Be such a name beside a soak: give its port, then lead where each order says."""
+    with MovingName(job["leads_to"]) as name:
+        yield name.port
+        for line in sys.stdin:
+            name.lead_to(json.loads(line)["leads_to"])
+            yield None

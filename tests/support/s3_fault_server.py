@@ -6,6 +6,7 @@ PUT with ``If-None-Match``, and the removal of several objects at once. It check
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import struct
@@ -13,12 +14,10 @@ import sys
 import threading
 from contextlib import contextmanager
 from enum import Enum, auto
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from stress.remote.beside import answer
 from tests.support.patience import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -290,6 +289,10 @@ def _told(server: FaultServer, words: list[str]) -> None:
             server.misbehave(Fault[name], of)
 
 
-if __name__ == "__main__":  # beside a soak
-    with fault_server(int(sys.argv[1])) as (running, address):
-        answer(int(address.rpartition(":")[2]), partial(_told, running))
+def main(job: dict[str, int]) -> Iterator[int | None]:
+    """Be one beside a soak: give its port, then have the faults of each order."""
+    with fault_server(job["objects_max"]) as (running, address):
+        yield int(address.rpartition(":")[2])
+        for line in sys.stdin:
+            _told(running, json.loads(line)["faults"])
+            yield None
