@@ -311,7 +311,7 @@ def show(report: Report) -> None:
             [
                 name if Call(name).is_of_keys else f"{name} (a call)",
                 *(f"{call[side][key]:,.0f}" for side in SIDES for key in ("median_ns", "p99_ns")),
-                *ratio_cells(call),
+                *(cell.removeprefix("<= ") for cell in ratio_cells(call)),
             ]
             for name, call in found["calls"].items()
         ]
