@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier.errors import InternalError
-from tests.vllm.bench.bench_process import run_bench, start_bench
+from tests.vllm.bench.bench_process import interrupt_bench, run_bench
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
@@ -91,6 +91,4 @@ def test_the_command_compares_real_engines(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     """The engine's process is in a session of its own and would not hear the terminal's."""
-    with start_bench(tmp_path, "engine", "--runs", "1", "--prompts", "2") as bench:
-        bench.wait_for_child("stress.bench.driven_engine")
-        bench.assert_ctrl_c_ends_it()
+    interrupt_bench(tmp_path, "stress.bench.driven_engine", "engine", "--runs", "1")
