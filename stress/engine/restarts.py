@@ -115,29 +115,22 @@ class Restarts:
                 if "EngineCor" in role_of(pid):
                     os.kill(pid, signal.SIGKILL)
         if fault.target == "terminated":
-            await self._see_engine_gone(session)
+            # vLLM's HTTP server goes on as long as clients wait for answers, which don't come any
+            # more: a service manager kills it.
+            await self._see_gone(session, END_S_MAX, ENGINE_ROLES)
             running.kill()
         await running.wait_until_ended(END_S_MAX)
-        await self._see_gone(session)
+        await self._see_gone(session, LEFT_S_MAX)
         self._watch.server_ended()
 
-    async def _see_engine_gone(self, session: int) -> None:
-        """Wait until engine and tiers have ended, as vLLM told them.
-
-        Its HTTP server goes on as long as clients wait for answers, which don't come any more: a
-        service manager kills it.
-        """
-        end_s = time.monotonic() + END_S_MAX
-        while left := [role for role in roles_in(session) if role.startswith(ENGINE_ROLES)]:
+    async def _see_gone(
+        self, session: int, within_s: float, roles: tuple[str, ...] = ("",)
+    ) -> None:
+        """Wait until the processes of these roles have ended, as vLLM told them."""
+        end_s = time.monotonic() + within_s
+        while left := [role for role in roles_in(session) if role.startswith(roles)]:
             if time.monotonic() > end_s:
-                raise Failure(f"{END_S_MAX:g} s after the server was to end there still are {left}")
-            await asyncio.sleep(POLL_S)
-
-    async def _see_gone(self, session: int) -> None:
-        end_s = time.monotonic() + LEFT_S_MAX
-        while left := roles_in(session):
-            if time.monotonic() > end_s:
-                raise Failure(f"{LEFT_S_MAX:g} s after the server ended there still are {left}")
+                raise Failure(f"{within_s:g} s after the server was to end there still are {left}")
             await asyncio.sleep(POLL_S)
 
     async def _see_recovered(self, blocks: int) -> None:

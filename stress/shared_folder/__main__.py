@@ -8,7 +8,6 @@ filled with empty files of the right size first, as another engine would have le
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -53,10 +52,6 @@ def main() -> int:
         print(f"highest: {worst:.4f} of the capacity", flush=True)
         before, after = rates(samples)
         print(f"stored a second: {before:,.0f} before it was full, {after:,.0f} after", flush=True)
-        if arguments.json:
-            figures = {"capacity": capacity, "seed": arguments.seed, "highest": worst}
-            figures |= {"samples": samples, "kills_s": kills}
-            Path(arguments.json).write_text(json.dumps(figures))
         if arguments.picture:
             draw(samples, kills, capacity, Path(arguments.picture))
     return int(worst > ALLOWED)
@@ -151,7 +146,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", help="where to make the folder (default: the temporary one)")
     parser.add_argument("--picture", metavar="FILE")
-    parser.add_argument("--json", metavar="FILE")
     return parser
 
 
