@@ -54,7 +54,6 @@ MAY_COUNT = {
     "unit/backends/fs/bound/test_bound_simulation.py": "as above",
     "unit/backends/network/_inside.py": "what has not come by then is waited for",
     "unit/stress/test_pace.py": "nothing else runs",
-    "vllm/engine/test_engine_sick_disk.py": "each round brings back a block at least",
     "stress/engine/resets.py": "vLLM refuses, as often as that: the fault is left out then",
 }
 COUNTED_MIN = 5000

@@ -22,38 +22,14 @@ TRANSFER = {
 }
 
 
-def marks_media(model: str, transfer: dict[str, Any] | None) -> bool:
-    """Make an engine's configuration, as ``LLM(...)`` does; return whether media are marked."""
+def starts(model: str, transfer: dict[str, Any] | None) -> dict[str, bool]:
+    """Make an engine's configuration, as ``LLM(...)`` does; return what has been done by then.
+
+    A dead engine's region lies in a folder of its own: what lies in /dev/shm, an engine of another
+    test may sweep.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.input_processor import InputProcessor
-
-    EngineArgs(model=model, kv_transfer_config=transfer).create_engine_config()
-    return hasattr(InputProcessor.process_inputs, "__wrapped__")
-
-
-@pytest.mark.parametrize("has_kvtier", [True, False])
-def test_a_front_end_marks_media_if_its_engine_has_kvtier(
-    llama: Path, log_folder: Path, has_kvtier: bool
-) -> None:
-    """``LLM(...)`` has no statistics by default, by which kvtier used to get there.
-
-    All media stayed in host memory then.
-    """
-    told = run_scenario(
-        marks_media,
-        log_folder=log_folder,
-        model=str(llama),
-        transfer=TRANSFER if has_kvtier else None,
-    )
-    assert told is has_kvtier
-
-
-def sweeps_what_is_left(model: str, transfer: dict[str, Any] | None) -> bool:
-    """Make an engine's configuration; return whether a dead engine's region is gone by then.
-
-    In a folder of its own: what lies in /dev/shm, an engine of another test may sweep.
-    """
-    from vllm.engine.arg_utils import EngineArgs
 
     from kvtier.vllm.memory import region
 
@@ -62,67 +38,66 @@ def sweeps_what_is_left(model: str, transfer: dict[str, Any] | None) -> bool:
         left = Path(folder) / region.VLLMS_NAME.format("left")
         left.write_bytes(b"x")
         EngineArgs(model=model, kv_transfer_config=transfer).create_engine_config()
-        return not left.exists()
+        marks = hasattr(InputProcessor.process_inputs, "__wrapped__")
+        return {"marks media": marks, "sweeps": not left.exists()}
 
 
 @pytest.mark.parametrize("has_kvtier", [True, False])
-def test_a_front_end_sweeps_vllms_regions_before_its_engine_starts(
+def test_a_front_end_marks_media_and_sweeps_vllms_regions_if_its_engine_has_kvtier(
     llama: Path, log_folder: Path, has_kvtier: bool
 ) -> None:
-    """Ranks on devices do not: one could take away what another has just found and opened."""
-    swept = run_scenario(
-        sweeps_what_is_left,
+    """``LLM(...)`` has no statistics by default, by which kvtier used to get there.
+
+    All media stayed in host memory then. Ranks on devices sweep nothing: one could take away what
+    another has just found and opened.
+    """
+    told = run_scenario(
+        starts,
         log_folder=log_folder,
         model=str(llama),
         transfer=TRANSFER if has_kvtier else None,
     )
-    assert swept is has_kvtier
+    assert told == {"marks media": has_kvtier, "sweeps": has_kvtier}
 
 
-def refusal_of(model: str, transfer: dict[str, Any], engines: int = 2) -> str:
-    """Make the configuration of engines here; return what they are refused for."""
+def refusals(llama: str, whisper: str) -> list[str]:
+    """Make configurations of engines here; return what each is refused for."""
     from vllm.engine.arg_utils import EngineArgs
 
-    arguments = EngineArgs(
-        model=model,
-        kv_transfer_config=transfer,
-        data_parallel_size=engines,
-        skip_tokenizer_init=True,
-    )
-    try:
-        arguments.create_engine_config()
-    except ValueError as refusal:
-        return str(refusal)
-    return ""
+    too_much = {
+        **TRANSFER,
+        "kv_connector_extra_config": kvtier_config(cpu_bytes_to_use="900TiB"),
+    }
+    told = []
+    for model, transfer, engines in ((llama, too_much, 2), (whisper, TRANSFER, 1)):
+        arguments = EngineArgs(
+            model=model,
+            kv_transfer_config=transfer,
+            data_parallel_size=engines,
+            skip_tokenizer_init=True,
+        )
+        try:
+            arguments.create_engine_config()
+            told.append("none")
+        except ValueError as refusal:
+            told.append(str(refusal))
+    return told
 
 
-def test_a_front_end_refuses_engines_without_memory_before_a_model_is_loaded(
-    llama: Path, log_folder: Path
+def test_a_front_end_refuses_engines_before_a_model_is_loaded(
+    llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:
-    """An engine alone would be refused too, but by its workers, after minutes."""
-    told = run_scenario(
-        refusal_of,
-        log_folder=log_folder,
-        model=str(llama),
-        transfer={
-            **TRANSFER,
-            "kv_connector_extra_config": kvtier_config(cpu_bytes_to_use="900TiB"),
-        },
-    )
-    assert "cpu_bytes_to_use='900TiB' for each of data-parallel ranks 0, 1" in told
-    assert "Lower it" in told
+    """Workers would refuse an engine without memory too, after minutes.
 
-
-def test_a_front_end_refuses_a_model_that_vllm_has_no_connectors_for_before_it_is_loaded(
-    tmp_path: Path, log_folder: Path
-) -> None:
-    """vLLM asserts it, without a word on the model or the remedy, once the model is loaded."""
-    told = run_scenario(
-        refusal_of,
+    vLLM asserts that it has no connector for a model, without a word on it or the remedy.
+    """
+    memory, whisper = run_scenario(
+        refusals,
         log_folder=log_folder,
-        model=str(make_whisper(tmp_path / "model")),
-        transfer=TRANSFER,
-        engines=1,
+        llama=str(llama),
+        whisper=str(make_whisper(tmp_path / "model")),
     )
-    assert "WhisperForConditionalGeneration" in told
-    assert "Remove kv_transfer_config" in told
+    assert "cpu_bytes_to_use='900TiB' for each of data-parallel ranks 0, 1" in memory
+    assert "Lower it" in memory
+    assert "WhisperForConditionalGeneration" in whisper
+    assert "Remove kv_transfer_config" in whisper

@@ -1,4 +1,4 @@
-"""Servers that move behind one name, refuse writes, and change passwords or rights, under engines.
+"""Buckets that refuse writes or whose keys end, and masters that are elected, under engines.
 
 Two engines on one storage: what one has stored, the other serves, so that each hit is the tier's.
 Each answer is compared with that of an engine without offloading.
@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from stress.remote.moving_name import MovingName
 from tests.support import s3_server
 from tests.support.mooncake_server import ElectedMasters
 from tests.support.patience import PATIENCE_S, until
-from tests.support.redis_servers import HOST, PROGRAMS, Program, RedisServer
+from tests.support.redis_servers import HOST
 from tests.support.s3_rights import SERVERS, bucket_on
 from tests.vllm.support.play import whole_blocks
 from tests.vllm.support.two_engines import LENGTHS, serving, two_serving
@@ -67,77 +66,6 @@ def until_stores_work(two: Two) -> None:
 def nothing_was_damaged(two: Two) -> None:
     for engine in two.engines:
         assert engine.tier()["counts"]["damaged"] == 0
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_masters_change_places_refuse_writes_and_get_another_password(
-    program: Program, llama: Path, tmp_path: Path, log_folder: Path
-) -> None:
-    password = tmp_path / "password"
-
-    def set_password(text: str) -> None:
-        password.write_text(text)
-        password.chmod(0o600)
-
-    def login() -> dict[str, str]:
-        return {"password": password.read_text()}
-
-    def users_of(server: RedisServer) -> int:
-        """Return how many connections blocks are moved over, at most."""
-        clients = server.ask("CLIENT", "LIST", "TYPE", "normal", **login())
-        return len(clients.decode().splitlines()) - 1  # this one
-
-    set_password("the-first-one")
-    protected = ("--requirepass", "the-first-one", "--masterauth", "the-first-one")
-    old, new = (RedisServer(program, tmp_path / name, *protected) for name in ("old", "new"))
-    with ExitStack() as running:
-        for server in (old, new):
-            running.callback(server.kill)
-            server.start()
-        new.ask("REPLICAOF", HOST, old.port, **login())
-        name = running.enter_context(MovingName(old.port))
-        tier = {
-            "type": "redis",
-            "url": f"redis://{HOST}:{name.port}",
-            "password_file": str(password),
-            **dict.fromkeys(("connect_timeout_s", "call_timeout_s"), PATIENCE_S),
-        }
-        two = running.enter_context(two_serving(llama, [tier] * 2, 8, log_folder, tmp_path, {}))
-        store_and_serve(two, 0, 1)
-
-        # The name leads to the replica, which is promoted; the old master keeps its connections.
-        until(lambda: new.ask("DBSIZE", **login()) == old.ask("DBSIZE", **login()))
-        name.lead_to(new.port)
-        new.ask("REPLICAOF", "NO", "ONE", **login())
-        old.ask("REPLICAOF", HOST, new.port, **login())
-        assert two.both(2, 3) == [0, 0]
-        until_used_again(two, lambda: users_of(new) >= 2 and users_of(old) <= 1)
-        store_and_serve(two, 4, 5)
-
-        # It refuses writes: what is there is served, after a reconnect, too, and to an engine
-        # that starts now.
-        new.ask("CONFIG", "SET", "min-replicas-to-write", 9, **login())
-        assert two.both(6, 7) == [0, 0]
-        until_stores_fail(two)
-        new.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes", **login())
-        until_used_again(two, lambda: users_of(new) >= 2)
-        assert two.both(5, 4) == [WHOLE, WHOLE]
-        third = running.enter_context(serving("third", llama, tier, log_folder, tmp_path, {}))
-        assert two.cached_by(third, two.ask_one(third, 0), 0) == WHOLE
-        new.ask("CONFIG", "SET", "min-replicas-to-write", 0, **login())
-        until_stores_work(two)
-
-        # Another password: the server's first, then the file's.
-        for server in (old, new):
-            server.ask("CONFIG", "SET", "masterauth", "the-second-one", **login())
-            server.ask("CONFIG", "SET", "requirepass", "the-second-one", **login())
-        for server in (old, new):
-            server.ask("CLIENT", "KILL", "TYPE", "normal", password="the-second-one")
-        until(lambda: not any(is_in_use(engine) for engine in two.engines))
-        set_password("the-second-one")
-        until_used_again(two, lambda: users_of(new) >= 2)
-        assert two.cached_by(third, two.ask_one(third, 4), 4) == WHOLE
-        nothing_was_damaged(two)
 
 
 @pytest.mark.parametrize("server", SERVERS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,32 +124,6 @@ class Load:
 
 
 IMPATIENT = {"promote_timeout_s": TIMEOUT_S, "runtime": {"breaker_pause_s": PAUSE_S}}
-
-
-# What a release changes of its peers, the test above meets. This one is about kvtier's limits.
-@pytest.mark.one_release
-def test_a_stopped_peer_holds_nobody_up_and_a_restarted_one_serves(
-    llama: Path, tmp_path: Path, log_folder: Path
-) -> None:
-    """Eight requests at once. Those of a stopped peer end without it, and it keeps their slots.
-
-    They come back when its process is gone. What has its address next serves.
-    """
-    ports = [free_port(), free_port()]
-    with peer(llama, log_folder, tmp_path, ports[1], **IMPATIENT) as second:
-        load = Load(second)
-        with peer(llama, log_folder, tmp_path, ports[0]) as first:
-            until(lambda: load.is_served(first))
-            prompts = load.prompts()
-            params = load.given(first, prompts)
-            alone = first.run(prompts)["tokens"]
-            os.kill(first.child.pid, signal.SIGSTOP)
-            stopped = second.run(prompts, params)
-            assert (stopped["tokens"], stopped["cached"]) == (alone, [0] * AT_ONCE)
-            assert stopped["statistics"]["primary"]["quarantined_slots"] > 0
-        until(load.has_slots_back)
-        with peer(llama, log_folder, tmp_path, ports[0]) as third:
-            until(lambda: load.is_served(third))
 
 
 KILLS = 4

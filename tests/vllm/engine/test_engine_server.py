@@ -9,20 +9,18 @@ import signal
 import sys
 import urllib.error
 import urllib.request
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.tools.process_group import process_group
 from tests.support.patience import PATIENCE_S, until
 from tests.support.server_program import free_port
-from tests.vllm.support.children import Child, child_environment, start_scenario
+from tests.vllm.support.children import Child, start_scenario
 from tests.vllm.support.engine import flat_metrics, kvtier_config
 from tests.vllm.support.play import ours_in_shm, own_id, prompts_of, whole_blocks
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
@@ -43,7 +41,7 @@ STORED = "vllm:kv_offload_store_bytes"
 class Server:
     """One running server, on loopback."""
 
-    def __init__(self, port: int, process: Program | Child) -> None:
+    def __init__(self, port: int, process: Child) -> None:
         self.process = process
         self._port = port
 
@@ -126,12 +124,11 @@ def server(
     log_folder: Path,
     *,
     engines: int = 1,
-    is_program: bool = False,
     shutdown_timeout_s: int = 0,
 ) -> Iterator[Server]:
     """Start a server and wait until it answers; it is gone afterwards in any case.
 
-    ``is_program`` has it start as users start it, which takes half a minute.
+    It is a fork, which has all imported: ``make server`` starts one as users do.
     """
     port = free_port()
     transfer = {
@@ -161,56 +158,19 @@ def server(
         # vLLM 0.33 wants a NUMA node for each engine, and may be told that it has them.
         "VLLM_CPU_SIM_MULTI_NUMA": "1",
     }
-    start = started_as_a_program if is_program else started_as_a_fork
-    with start(arguments, log_folder, environment) as process:
+    with start_scenario(
+        serve, log_folder, environment, spawns=True, arguments=arguments
+    ) as process:
         running = Server(port, process)
         until(lambda: process.has_ended() or is_up(running), process.log)
         assert not process.has_ended(), process.log()
         yield running
 
 
-class Program:
-    """A server that was started as users start it."""
-
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self._process = process
-        self._log = log
-        self.pid = process.pid
-
-    def has_ended(self) -> bool:
-        """Tell whether it has ended, well or badly."""
-        return self._process.poll() is not None
-
-    def log(self) -> str:
-        """Return the end of its log."""
-        return self._log.read_text(errors="replace")[-6000:]
-
-
-@contextmanager
-def started_as_a_program(
-    arguments: list[str], log_folder: Path, environment: Mapping[str, str]
-) -> Iterator[Program]:
-    log_folder.mkdir(parents=True, exist_ok=True)
-    log_path = log_folder / "server.log"
-    command = [sys.executable, "-W", "ignore", "-m", SERVER, *arguments]
-    inherited = child_environment(environment)
-    with (
-        log_path.open("wb") as log,
-        process_group(command, stdout=log, stderr=log, env=inherited) as process,
-    ):
-        yield Program(process, log_path)
-
-
 def serve(arguments: list[str]) -> None:
     """Do what ``python -m`` does with the server's module."""
     sys.argv[1:] = arguments
     runpy.run_module(SERVER, run_name="__main__")
-
-
-def started_as_a_fork(
-    arguments: list[str], log_folder: Path, environment: Mapping[str, str]
-) -> AbstractContextManager[Child]:
-    return start_scenario(serve, log_folder, environment, spawns=True, arguments=arguments)
 
 
 def is_up(running: Server) -> bool:
@@ -222,17 +182,8 @@ def is_up(running: Server) -> bool:
 
 
 @pytest.mark.one_release
-@pytest.mark.parametrize(
-    "is_program",
-    [
-        False,
-        # Half a minute of imports: the same server, and what it imports isn't kvtier's.
-        pytest.param(True, marks=pytest.mark.long),
-    ],
-    ids=["fork", "program"],
-)
 def test_a_server_that_is_killed_and_one_that_takes_over(
-    is_program: bool, llama: Path, tmp_path: Path, log_folder: Path
+    llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:
     """Cold, from memory, then after ``kill -9`` of all its processes from disk."""
     tier = {"type": "fs", "root_dir": str(tmp_path / "kv")}
@@ -241,7 +192,7 @@ def test_a_server_that_is_killed_and_one_that_takes_over(
     blocks = sum(expected) // 32
     size = blocks * BLOCK_BYTES
 
-    with server(llama, config, log_folder, is_program=is_program) as first:
+    with server(llama, config, log_folder) as first:
         tokens, cached = first.play()
         assert cached == [0] * len(LENGTHS)
         first.metrics_when(lambda now: now.get(WRITTEN) == size)

@@ -1,9 +1,8 @@
 """Several engines over one storage: what one has stored, another serves, token for token.
 
 One engine stores in all of them: a shared folder, a Valkey server, an S3 server and a Mooncake
-store. Others, in processes of their own, each find it in one. Two share while both serve, and
-go on when their server is killed. With vLLM 0.33, these two alone show that engines share.
-``make test-long`` has engines over a whole Ceph as well.
+store. Another process's engines each find it in one. ``make test-long`` has engines over a whole
+Ceph as well, two that share while both serve, and one rank beside two.
 """
 
 from __future__ import annotations
@@ -64,8 +63,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[
         moto = running.enter_context(s3_server.moto_server())
         store = running.enter_context(mooncake_server.running(folder))
         master = {"type": "mooncake", "master": store.address, "local_hostname": "127.0.0.1"}
+        compressed = {"compression": "bitplane-zstd"}
         yield {
-            "fs": {"type": "fs", "root_dir": str(folder / "kv")},
+            "fs": {"type": "fs", "root_dir": str(folder / "kv"), **compressed},
             "redis": redis(valkey, **SIGNED),
             "s3": s3_server.options_for(moto.endpoint, "kv", type="s3"),
             "mooncake": {**master, "encryption_key_env": "TEST_KEY"},
@@ -73,25 +73,40 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[
         }
 
 
+def engines(model: str, tiers: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Play in an engine for each list of tiers, one after the other."""
+    return {
+        name: play(model, kvtier_config(secondary_tiers=each), LENGTHS, rounds=1, dtype="bfloat16")[
+            0
+        ]
+        for name, each in tiers.items()
+    }
+
+
 @pytest.fixture(scope="module")
-def cold(
+def told(
     llama: Path, shared: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """Have an engine compute all, store it in each of the tiers, and end."""
-    (told,) = run_scenario(
-        play,
-        log_folder=tmp_path_factory.mktemp("cold"),
-        environment=ENVIRONMENT,
-        model=str(llama),
-        extra_config=kvtier_config(secondary_tiers=list(shared.values())),
-        lengths=LENGTHS,
-        rounds=1,
-    )
-    assert told["cached"] == [0] * len(LENGTHS)
-    for tier in told["statistics"]["tiers"]:
-        assert tier["counts"]["write_bytes"] == BLOCKS * told["block_bytes"], tier
-    assert_sound(told)
-    return dict(told)
+    """Have an engine compute all, store it in each of the tiers, and end; then others find it."""
+    signed = shared["signed"]
+    strangers = {
+        "without a key": {"type": "fs", "root_dir": signed["root_dir"]},
+        "another key": {**signed, "auth_key_env": "TEST_OTHER_KEY"},
+    }
+    rounds, logs = {}, tmp_path_factory.mktemp("logs")
+    for tiers in (
+        {"cold": list(shared.values())},
+        {kind: [tier] for kind, tier in {**shared, **strangers}.items()},
+    ):
+        rounds |= run_scenario(
+            engines, log_folder=logs, environment=ENVIRONMENT, model=str(llama), tiers=tiers
+        )
+    cold = rounds["cold"]
+    assert cold["cached"] == [0] * len(LENGTHS)
+    for tier in cold["statistics"]["tiers"]:
+        assert tier["counts"]["write_bytes"] == BLOCKS * cold["block_bytes"], tier
+    assert_sound(cold)
+    return {**rounds, "log": "".join(each.read_text(errors="replace") for each in logs.iterdir())}
 
 
 def assert_sound(told: Mapping[str, Any]) -> None:
@@ -104,58 +119,45 @@ def assert_sound(told: Mapping[str, Any]) -> None:
         assert not any(tier["counts"][name] for name in (*wrong, *late)), tier
 
 
-def assert_served_by(kind: str, told: Mapping[str, Any]) -> None:
+@pytest.mark.parametrize("kind", [*SHARED, "signed"])
+def test_another_engine_serves_what_the_first_has_stored(kind: str, told: dict[str, Any]) -> None:
+    """With its first request: compressed in a folder, signed on Valkey, encrypted in Mooncake's."""
+    assert told[kind]["tokens"] == told["cold"]["tokens"]
+    assert_served(told[kind])
+
+
+def assert_served(told: Mapping[str, Any]) -> None:
     """An engine's only tier had all whole blocks of all prompts, and gave each of them once."""
     assert told["cached"] == whole_blocks(LENGTHS)
-    metrics, size = told["metrics"], BLOCKS * told["block_bytes"]
-    assert metrics[f'vllm:kv_offload_tiering_read_bytes{{tier="1:{kind}"}}'] == size
-    assert metrics[f'vllm:kv_offload_tiering_chunk_hits{{tier="1:{kind}"}}'] == BLOCKS
-    assert metrics["vllm:kv_offload_load_bytes"] == size
+    (tier,) = told["statistics"]["tiers"]
+    assert tier["counts"]["read_bytes"] == BLOCKS * told["block_bytes"]
     assert_sound(told)
 
 
-@pytest.mark.one_release
-@pytest.mark.parametrize("kind", SHARED)
-def test_another_engine_serves_what_the_first_has_stored(
-    kind: str,
-    llama: Path,
-    shared: dict[str, dict[str, Any]],
-    cold: dict[str, Any],
-    log_folder: Path,
-) -> None:
-    """With its first request after the start. Signed on Valkey, encrypted in Mooncake's store.
-
-    That an engine without offloading gives the same tokens, the two below show.
-    """
-    (told,) = run_scenario(
-        play,
-        log_folder=log_folder,
-        environment=ENVIRONMENT,
-        model=str(llama),
-        extra_config=kvtier_config(secondary_tiers=[shared[kind]]),
-        lengths=LENGTHS,
-        rounds=1,
-    )
-    assert told["tokens"] == cold["tokens"]
-    assert_served_by(kind, told)
-    (log,) = log_folder.glob("*.log")
-    text = log.read_text(errors="replace")
-    assert not re.search(r"^I\d{4} ", text, re.MULTILINE), "Mooncake's client logs errors only"
+def test_their_log_has_nothing_of_trouble(told: dict[str, Any]) -> None:
+    assert not re.search(r"^I\d{4} ", told["log"], re.MULTILINE), "Mooncake logs errors only"
     for trouble in (
         "backend raised",
         "tier lost its server",
         "tier did not stop within close_timeout_s; its slots stay mapped",
         "tier broke",
     ):
-        assert trouble not in text
+        assert trouble not in told["log"]
 
 
-@pytest.mark.one_release
-@pytest.mark.usefixtures("cold")
+def test_compressed_blocks_take_less_room(
+    told: dict[str, Any], shared: dict[str, dict[str, Any]]
+) -> None:
+    sizes = [each.stat().st_size for each in Path(shared["fs"]["root_dir"]).rglob("*.kv")]
+    assert len(sizes) == BLOCKS
+    assert sum(sizes) < 0.8 * BLOCKS * (told["cold"]["block_bytes"] + 4096)
+
+
+@pytest.mark.usefixtures("told")
 def test_each_storage_says_in_plain_words_what_its_blocks_are_of(
     shared: dict[str, dict[str, Any]],
 ) -> None:
-    """The same facts in all, but for how blocks are protected."""
+    """The same facts in all, but for how blocks are protected and compressed."""
     (of_folder,) = Path(shared["fs"]["root_dir"]).glob("*/config.json")
     with valkey.Valkey.from_url(shared["redis"]["url"]) as client:
         (name,) = client.keys("kvtier:*:description")
@@ -166,36 +168,18 @@ def test_each_storage_says_in_plain_words_what_its_blocks_are_of(
     of_s3 = s3.get_object(Bucket=s3_server.BUCKET, Key=name)["Body"].read()
     facts = json.loads(of_folder.read_text())["facts"]
     assert facts["worker"]["model"]["weights"]["sample_digest"]
+    assert facts.pop("compression") == shared["fs"]["compression"]
     assert json.loads(of_s3)["facts"] == facts
     assert json.loads(of_valkey)["facts"] == {**facts, "protection": "signed"}
 
 
-def two_engines(
-    model: str, configs: list[dict[str, Any]], lengths: list[int]
-) -> list[dict[str, Any]]:
-    return [play(model, config, lengths, rounds=1)[0] for config in configs]
-
-
-@pytest.mark.one_release
-def test_an_engine_without_the_key_or_with_another_one_finds_nothing(
-    llama: Path, shared: dict[str, dict[str, Any]], cold: dict[str, Any], log_folder: Path
-) -> None:
+def test_an_engine_without_the_key_or_with_another_one_finds_nothing(told: dict[str, Any]) -> None:
     """Without a key it does not even ask: such blocks have names of their own."""
-    signed = shared["signed"]
-    without = {"type": "fs", "root_dir": signed["root_dir"]}
-    other = {**signed, "auth_key_env": "TEST_OTHER_KEY"}
-    keyless, stranger = run_scenario(
-        two_engines,
-        log_folder=log_folder,
-        environment=ENVIRONMENT,
-        model=str(llama),
-        configs=[kvtier_config(secondary_tiers=[tier]) for tier in (without, other)],
-        lengths=LENGTHS,
-    )
-    for told in (keyless, stranger):
-        assert told["cached"] == [0] * len(LENGTHS)
-        assert told["tokens"] == cold["tokens"]
-        assert_at_rest(told["statistics"])
+    keyless, stranger = told["without a key"], told["another key"]
+    for each in (keyless, stranger):
+        assert each["cached"] == [0] * len(LENGTHS)
+        assert each["tokens"] == told["cold"]["tokens"]
+        assert_at_rest(each["statistics"])
     (of_keyless,) = keyless["statistics"]["tiers"]
     (of_stranger,) = stranger["statistics"]["tiers"]
     assert of_keyless["counts"]["promotion_jobs"] == 0
@@ -208,6 +192,7 @@ def test_an_engine_without_the_key_or_with_another_one_finds_nothing(
 
 @pytest.mark.one_release
 @pytest.mark.slow
+@pytest.mark.long  # what a server that dies costs, tests/unit/runtime/test_redis_server.py shows
 def test_two_engines_share_while_both_serve_and_go_on_when_their_server_is_killed(
     llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:
@@ -250,62 +235,31 @@ def test_two_engines_share_while_both_serve_and_go_on_when_their_server_is_kille
 # --- on a whole Ceph ---
 
 
-@pytest.fixture(scope="module")
-def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Run it; return the address of its gateway."""
-    with ceph_server(tmp_path_factory.mktemp("ceph") / "cluster") as server:
-        yield server.endpoint
-
-
-def on_ceph(endpoint: str, prefix: str) -> dict[str, Any]:
-    return s3_server.options_for(endpoint, prefix, type="s3", request_timeout_s=PATIENCE_S)
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_an_engine_that_is_restarted_is_served_by_ceph(
-    llama: Path, ceph: str, log_folder: Path
+    llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:
     """With its first request: token for token what an engine without offloading answers."""
-    arguments: dict[str, Any] = {"model": str(llama), "lengths": LENGTHS}
-    plain = run_scenario(tokens_of, log_folder=log_folder, **arguments)
-    config = kvtier_config(secondary_tiers=[on_ceph(ceph, "restarted")])
-    before, after = (
-        run_scenario(
-            play,
-            log_folder=log_folder,
-            environment=ENVIRONMENT,
-            extra_config=config,
-            rounds=1,
-            **arguments,
-        )[0]
-        for _ in range(2)
-    )
+    arguments: dict[str, Any] = {
+        "log_folder": log_folder,
+        "environment": ENVIRONMENT,
+        "model": str(llama),
+        "lengths": LENGTHS,
+    }
+    plain = run_scenario(tokens_of, **arguments)
+    with ceph_server(tmp_path / "cluster") as ceph:
+        tier = s3_server.options_for(
+            ceph.endpoint, "restarted", type="s3", request_timeout_s=PATIENCE_S
+        )
+        config = kvtier_config(secondary_tiers=[tier])
+        before, after = (
+            run_scenario(play, extra_config=config, rounds=1, **arguments)[0] for _ in range(2)
+        )
     assert before["cached"] == [0] * len(LENGTHS)
     assert before["tokens"] == after["tokens"] == plain
     assert_sound(before)
-    assert_served_by("s3", after)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_two_engines_share_a_bucket_on_ceph_while_both_serve(
-    llama: Path, ceph: str, tmp_path: Path, log_folder: Path
-) -> None:
-    """Each serves what the other has stored, while that one serves too."""
-    with two_serving(
-        llama, [on_ceph(ceph, "shared")] * 2, 2, log_folder, tmp_path, ENVIRONMENT
-    ) as two:
-        assert two.both(0, 1) == [0, 0]
-        two.until_stored()
-        assert two.both(1, 0) == [sum(whole_blocks(LENGTHS))] * 2
-        for engine in two.engines:
-            tier = engine.tier()
-            assert (tier["breaker"], tier["connection"]) == ("CLOSED", "UP")
-            counts = tier["counts"]
-            assert counts["read_bytes"] == counts["write_bytes"] > 0
-            for wrong in ("connections_lost", "damaged", "failed", "absent"):
-                assert counts[wrong] == 0, (wrong, tier)
+    assert_served(after)
 
 
 # --- two ranks beside one ---

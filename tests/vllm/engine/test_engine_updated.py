@@ -9,14 +9,12 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.vllm.support.children import run_scenario
-from tests.vllm.support.engine import PATIENT, Engine, engine, kvtier_config, vllms_config
+from tests.vllm.support.engine import Engine, engine, kvtier_config
 from tests.vllm.support.play import Steps, assert_at_rest, play_round, prompts_of, whole_blocks
-from tests.vllm.support.weights import WorkerExtension, fine_tune, write_into
+from tests.vllm.support.weights import fine_tune, write_into
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-pytestmark = pytest.mark.slow
 
 LENGTHS = [300, 145]  #: in tokens
 OTHER = 1000  #: the seed of prompts that one generation alone is asked
@@ -42,10 +40,6 @@ def played(running: Engine, seed: int = 7) -> dict[str, Any]:
     return {"tokens": told["tokens"], "cached": told["cached"]}
 
 
-def fs(root: str, **keys: Any) -> dict[str, Any]:
-    return kvtier_config(secondary_tiers=[{"type": "fs", "root_dir": root}], **keys)
-
-
 def without_kvtier(folder: str) -> list[list[list[int]]]:
     """Return what is right with each of the weights, and with the last ones after a ``write``."""
     with engine(f"{folder}/model", None) as running:
@@ -60,28 +54,25 @@ def without_kvtier(folder: str) -> list[list[list[int]]]:
         return [told[0], told[2], told[1], told[WRITTEN]]
 
 
-@pytest.fixture(scope="module")
-def folder(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def folder(llama: Path, tmp_path: Path) -> Path:
     """Return a folder with a model, and with weights that were trained from it twice."""
-    root = tmp_path_factory.mktemp("updated")
-    (root / "model").symlink_to(llama)
+    (tmp_path / "model").symlink_to(llama)
     for number in (1, 2):
-        fine_tune(llama / "model.safetensors", root / f"{number}.safetensors", seed=number)
-    return root
+        fine_tune(llama / "model.safetensors", tmp_path / f"{number}.safetensors", seed=number)
+    return tmp_path
 
 
-@pytest.fixture(scope="module")
-def right(folder: Path) -> list[list[list[int]]]:
-    told: list[list[list[int]]] = run_scenario(
-        without_kvtier, log_folder=folder / "logs", folder=str(folder)
-    )
-    assert all(one != other for one, other in combinations(told, 2))
-    return told
-
-
-def updates(folder: str, root: str) -> dict[str, Any]:
+def updates(folder: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
-    with engine(f"{folder}/model", fs(root)) as running:
+    # Each would serve what the others don't: a miss is one of all three.
+    tiers: list[dict[str, Any]] = [
+        {"type": "memory", "capacity_bytes": 32 << 20},
+        {"type": "disk", "path": f"{folder}/disk", "capacity_bytes": 32 << 20},
+        {"type": "fs", "root_dir": f"{folder}/kv"},
+    ]
+    config = kvtier_config(secondary_tiers=tiers)
+    with engine(f"{folder}/model", config) as running:
         told["original"] = played(running)
         running.llm.collective_rpc("get_model_inspection")
         running.llm.apply_model(lambda model: sum(each.numel() for each in model.parameters()))
@@ -107,17 +98,19 @@ def updates(folder: str, root: str) -> dict[str, Any]:
         assert running.llm.reset_prefix_cache(reset_connector=True)
         write(running)
         told["written after a reset"] = played(running)
-    with engine(f"{folder}/model", fs(root)) as running:
+    with engine(f"{folder}/model", config) as running:
         told["restarted, others"] = played(running, OTHER)
         told["restarted"] = played(running)
     return told
 
 
 def test_nothing_that_older_weights_computed_is_used_whoever_changes_them(
-    folder: Path, right: list[list[list[int]]], log_folder: Path, tmp_path: Path
+    folder: Path, log_folder: Path
 ) -> None:
     """Old KV data was served to the new weights, and the new one's to all with the old weights."""
-    told = run_scenario(updates, log_folder=log_folder, folder=str(folder), root=str(tmp_path))
+    right = run_scenario(without_kvtier, log_folder=log_folder, folder=str(folder))
+    assert all(one != other for one, other in combinations(right, 2))
+    told = run_scenario(updates, log_folder=log_folder, folder=str(folder))
     whole = whole_blocks(LENGTHS)
     for name, number, cached in (
         ("original", 0, [0, 0]),
@@ -134,128 +127,56 @@ def test_nothing_that_older_weights_computed_is_used_whoever_changes_them(
     assert told["restarted, others"]["cached"] == [0, 0]
 
 
-def rollouts(folder: str, root: str) -> list[dict[str, Any]]:
-    """Start with random weights, be pushed others, and be given their number."""
-    told = []
-    for number in (1, 2, 1):
-        with engine(f"{folder}/model", fs(root), load_format="dummy") as running:
-            push(running, folder, number)
-            running.llm.llm_engine.set_weight_version("1")
-            told.append(played(running))
+def pauses(model: str) -> dict[str, Any]:
+    """Pause with ``mode="keep"`` while the GPU reads: as a trainer does that has new weights."""
+    from unittest.mock import patch
+
+    from kvtier.vllm.memory.cpu_worker import CPUPlatformWorker
+
+    (prompt,) = prompts_of([900])
+    told: dict[str, Any] = {"raised": []}
+    with engine(model, kvtier_config()) as running:
+        steps, core = Steps(running), running.core()
+        generations = running.manager().facade._generations
+
+        def pause() -> None:
+            try:
+                core.pause_scheduler("keep", True)
+                told["raised"].append("")
+            except RuntimeError as error:
+                told["raised"].append(str(error))
+
+        told["cold"] = play_round(running, [prompt])
+        running.forget()
+        generation = generations.mark
+        with patch.object(CPUPlatformWorker, "get_finished", lambda _: []):  # it goes on and on
+            steps.add("load", prompt)
+            steps.until(lambda now: bool(now["primary"]["pinned_slots"]))
+            pause()
+        for _ in range(3):  # the load ends, and its request keeps what it has
+            steps.step()
+        pause()
+        told["was reset"] = generations.mark != generation
+        core.resume_scheduler()
+        steps.finish()
+        pause()
+        told["is reset"] = generations.mark != generation
+        core.resume_scheduler()
+        told |= {"again": play_round(running, [prompt]), "tokens": steps.tokens}
     return told
 
 
-@pytest.mark.one_release
-def test_pushed_weights_are_found_again_by_their_number_and_their_content(
-    folder: Path, right: list[list[list[int]]], log_folder: Path, tmp_path: Path
+@pytest.mark.long  # what vLLM itself does, as a page of ours says
+def test_a_pause_that_keeps_requests_fails_during_a_load_and_is_right_after_it(
+    llama: Path, log_folder: Path
 ) -> None:
-    """All runs number their weights alike, and start with the same random ones."""
-    first, other_run, again = run_scenario(
-        rollouts, log_folder=log_folder, folder=str(folder), root=str(tmp_path)
-    )
-    assert first == {"tokens": right[1], "cached": [0, 0]}
-    assert other_run == {"tokens": right[2], "cached": [0, 0]}
-    assert again == {"tokens": right[1], "cached": whole_blocks(LENGTHS)}
-
-
-def named_rollouts(folder: str, root: str) -> list[dict[str, Any]]:
-    told = []
-    for number, key in (
-        (1, {}),
-        (2, {}),
-        (1, {"weights_version": "a"}),
-        (1, {"weights_version": "a"}),
-    ):
-        with engine(f"{folder}/model", fs(root, **key), load_format="dummy") as running:
-            push(running, folder, number)
-            told.append(played(running))
-            push(running, folder, 2)
-            told.append(played(running, OTHER))
-    return told
-
-
-@pytest.mark.long
-def test_weights_version_names_the_first_weights_that_random_ones_are_replaced_by(
-    folder: Path, right: list[list[list[int]]], log_folder: Path, tmp_path: Path
-) -> None:
-    """What follows them has no name, and neither has anything without it."""
-    told = run_scenario(
-        named_rollouts, log_folder=log_folder, folder=str(folder), root=str(tmp_path)
-    )
-    assert [each["tokens"] for each in told[::2]] == [right[number] for number in (1, 2, 1, 1)]
-    nothing = [0, 0]
-    assert [each["cached"] for each in told[::2]] == [nothing] * 3 + [whole_blocks(LENGTHS)]
-    assert [each["cached"] for each in told[1::2]] == [nothing] * 4
-
-
-def behind_vllms_tiering(folder: str, root: str) -> list[dict[str, Any]]:
-    tier = {"type": "disk", "path": root, "capacity_bytes": 32 << 20, **PATIENT}
-    told = []
-    with engine(f"{folder}/model", vllms_config(16 << 20, tier)) as running:
-        for number in (0, None, 1, None):
-            if number:
-                push(running, folder, number)
-            running.forget()
-            result = running.run_one_by_one(prompts_of(LENGTHS))
-            running.idle()
-            told.append({"tokens": result.tokens, "cached": result.cached})
-    with engine(f"{folder}/model", vllms_config(16 << 20, tier)) as running:
-        running.run(prompts_of([100], OTHER))  # what a disk has is known a moment after the start
-        running.idle()
-        result = running.run_one_by_one(prompts_of(LENGTHS))
-        told.append({"tokens": result.tokens, "cached": result.cached})
-    return told
-
-
-@pytest.mark.long
-def test_it_is_noticed_behind_vllms_own_tiering_too(
-    folder: Path, right: list[list[list[int]]], log_folder: Path, tmp_path: Path
-) -> None:
-    """vLLM's host memory is reset with the tier, and the next start finds what is its own."""
-    told = run_scenario(
-        behind_vllms_tiering, log_folder=log_folder, folder=str(folder), root=str(tmp_path / "kv")
-    )
-    whole, nothing = whole_blocks(LENGTHS), [0, 0]
-    assert [each["tokens"] for each in told] == [right[number] for number in (0, 0, 1, 1, 0)]
-    assert [each["cached"] for each in told] == [nothing, whole, nothing, whole, whole]
-
-
-def in_processes(model: str, **settings: Any) -> dict[str, Any]:
-    """Play with an engine's core in a process of its own, and workers in theirs."""
-    told: dict[str, Any] = {}
-    extension = f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
-    with engine(model, kvtier_config(), worker_extension_cls=extension, **settings) as running:
-
-        def play_as(name: str) -> None:
-            running.forget()
-            result = running.run_one_by_one(prompts_of(LENGTHS))
-            told[name] = {"tokens": result.tokens, "cached": result.cached}
-
-        play_as("cold")
-        play_as("warm")
-        for method in ("count_numbers", "turn", "count_numbers", "reload_weights"):
-            running.llm.collective_rpc(method)
-            play_as(f"{len(told)}: {method}")
-    return told
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_it_is_noticed_in_other_processes_too(llama: Path, log_folder: Path, ranks: int) -> None:
-    several = {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
-    told = run_scenario(
-        in_processes,
-        log_folder=log_folder,
-        environment={
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))),
-        },
-        spawns=True,
-        model=str(llama),
-        **(several if ranks > 1 else {}),
-    )
-    whole, nothing = whole_blocks(LENGTHS), [0, 0]
-    cached = [each["cached"] for each in told.values()]
-    assert cached == [nothing, whole, whole, nothing, whole, nothing], told
-    tokens = [each["tokens"] for each in told.values()]
-    assert tokens[0] == tokens[1] == tokens[2] == tokens[5] != tokens[3] == tokens[4]
+    """As ``change-weights.md`` says. vLLM alone throws back what it has computed, and no load."""
+    told = run_scenario(pauses, log_folder=log_folder, model=str(llama))
+    *failed, succeeded = told["raised"]
+    assert len(failed) == 2
+    for text in failed:
+        assert "presence of running requests waiting for remote KV transfer" in text
+    assert succeeded == ""
+    assert (told["was reset"], told["is reset"]) == (False, True)
+    assert told["tokens"]["load"] == told["cold"]["tokens"][0] == told["again"]["tokens"][0]
+    assert_at_rest(told["again"]["statistics"])

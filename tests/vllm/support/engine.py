@@ -135,6 +135,12 @@ class Engine:
         """Empty the engine's own prefix cache, and only that."""
         assert self.llm.reset_prefix_cache()
 
+    def empty_dram(self) -> None:
+        """Empty the primary tier, and no other (in-process engines only)."""
+        facade = self.manager().facade
+        facade.reset()
+        facade.on_reset_flushed()
+
     def core(self) -> Any:
         """Return the engine core (in-process engines only)."""
         return self.llm.llm_engine.engine_core.engine_core

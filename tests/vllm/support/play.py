@@ -1,22 +1,19 @@
 """What many scenarios do: play the same prompts again and again, and look.
 
-Also the handles of an engine in this process: its transfers and its requests,
-one step at a time.
+Also the requests of an engine in this process, one step at a time.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 from tests.support.patience import looks
 from tests.vllm.support.engine import TEST_RUN, Engine, engine, greedy, make_prompts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 SHM = Path("/dev/shm")
 
@@ -95,36 +92,6 @@ def own_id(name: str) -> str:
 def ours_in_shm(engine_id: str) -> list[str]:
     """Return the names of the shared regions of one engine."""
     return sorted(path.name for path in SHM.iterdir() if engine_id in path.name)
-
-
-class Transfers:
-    """Holds back the worker's reports, so that loads and stores stay under way."""
-
-    def __init__(self) -> None:
-        self.held = False
-
-    @contextmanager
-    def holding(self) -> Iterator[None]:
-        """Hold them back for the length of a ``with`` block."""
-        self.held = True
-        try:
-            yield
-        finally:
-            self.held = False
-
-
-def hold_transfers() -> Transfers:
-    """Return the handle of this process's transfers. Call it before the engine starts."""
-    from kvtier.vllm.memory.cpu_worker import CPUPlatformWorker
-
-    handle = Transfers()
-    real = CPUPlatformWorker.get_finished
-
-    def get_finished(self: CPUPlatformWorker) -> list[Any]:
-        return [] if handle.held else real(self)
-
-    patch.object(CPUPlatformWorker, "get_finished", get_finished).start()
-    return handle
 
 
 class Steps:
