@@ -154,7 +154,6 @@ test-long: $(VENV)/.full $(NEWER)/.made
 	KVTIER_EVENT_REQUESTS=2700 KVTIER_EVENTS=100000 $(PYTEST) --timeout=0 tests/vllm/test_kv_events.py
 	$(MAKE) --no-print-directory rig MINUTES=$(or $(MINUTES),60)
 	$(BIN)/python -m tests.vllm.gpu_engine --device cpu
-	$(BIN)/python -m tests.vllm.hosted_hangs
 	$(MAKE) --no-print-directory -j1 LONG=1 model SECONDS=$(or $(SECONDS),3600)
 	$(MAKE) --no-print-directory vllm-tests
 	KVTIER_TEST_CEPH=1 $(PYTEST) tests/conformance/test_s3_keeps_the_contract.py

@@ -36,7 +36,6 @@ MAY_READ_A_CLOCK = {
     "rig/__main__.py": "runs for as long as it is told",
     "model/test_model.py": "runs for as long as it is told",
     "unit/runtime/test_hanging_storage.py": "moves a clock on once something hangs",
-    "vllm/hosted_hangs.py": "is a program that measures, and no test",
     "vllm/support/engine.py": "notes how long a round took, for people",
 }
 MAY_SLEEP = {

@@ -453,34 +453,20 @@ def stop(played: Peer, goes_on: threading.Event) -> None:
     until(stands.is_set)
 
 
-def test_a_peer_that_is_not_there_costs_a_miss() -> None:
-    with peer() as first, peer(close_timeout_s=GIVEN_UP_S) as second:
-        gone = {"kv_request_id": "k", "remote_host": HOST, "remote_port": 1}
-        with second.request([1], {"remote_kv_source": gone}) as context:
-            assert find(second, [1], context, first) == []
-
-
-def test_a_peer_that_does_not_answer_is_told_of_no_slots() -> None:
+def test_a_peer_that_does_not_answer_costs_its_own_requests_only_and_is_told_of_no_slots() -> None:
     """The tier would keep them for half a minute, in the hope that it does, and then for good."""
     with socket.create_server((HOST, 0)) as mute, peer(promote_timeout_s=0.2) as second:
         address = {"kv_request_id": "k", "remote_host": HOST, "remote_port": mute.getsockname()[1]}
         with second.request([1, 2], {"remote_prefiller": address}) as context:
             assert find(second, [1, 2], context, second) == []
             assert quarantined(second) == 2
-        until(lambda: second.step() or not quarantined(second))
-        assert not second.backend._tier._sessions[f"{HOST}:{address['remote_port']}"].ready
-
-
-def test_a_peer_that_does_not_answer_costs_its_own_requests_only() -> None:
-    with socket.create_server((HOST, 0)) as mute, peer(promote_timeout_s=0.2) as second:
-        address = {"kv_request_id": "k", "remote_host": HOST, "remote_port": mute.getsockname()[1]}
-        with second.request([1], {"remote_prefiller": address}) as context:
-            assert find(second, [1], context, second) == []
         assert set(second.statistics().tiers[0].breakers.values()) == {"CLOSED"}
         loads = second.statistics().tiers[0].counts.promotion_jobs
         with second.request([2], {"remote_prefiller": {**address, "kv_request_id": "l"}}) as again:
             assert find(second, [2], again, second) == []
         assert second.statistics().tiers[0].counts.promotion_jobs == loads, "it is left alone"
+        until(lambda: second.step() or not quarantined(second))
+        assert not second.backend._tier._sessions[f"{HOST}:{address['remote_port']}"].ready
 
 
 @pytest.mark.parametrize(

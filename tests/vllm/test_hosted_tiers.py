@@ -160,19 +160,6 @@ def engine(*tiers: dict[str, Any], **others: Any) -> Iterator[Engine]:
 # --- vLLM's fs ---
 
 
-def test_what_vllms_fs_keeps_comes_back_also_after_a_restart(tmp_path: Path) -> None:
-    tier = hosted({"type": "fs", "root_dir": str(tmp_path), "n_read_threads": 2})
-    with engine(tier) as first:
-        first.store([1, 2, 3])
-        first.evict()
-        assert first.read([1, 2, 3, 4]) == [1, 2, 3]
-        (counted,) = first.statistics().tiers
-        assert counted.counts.read_bytes == 3 * BLOCK
-    assert len(list(tmp_path.rglob("*.bin"))) == 3 + SLOTS
-    with engine(tier) as second:
-        assert second.read([3, 2, 1]) == [3, 2, 1]
-
-
 def test_a_file_that_was_damaged_is_a_miss_and_is_not_read_again(tmp_path: Path) -> None:
     with engine(hosted({"type": "fs", "root_dir": str(tmp_path)})) as played:
         played.store([1, 2])
@@ -185,17 +172,6 @@ def test_a_file_that_was_damaged_is_a_miss_and_is_not_read_again(tmp_path: Path)
         (tier,) = played.statistics().tiers
         assert tier.counts.damaged == 1
         played.counts("blocks_not_trusted", 1)
-
-
-def test_files_that_somebody_removed_are_absent_and_no_failure(tmp_path: Path) -> None:
-    with engine(hosted({"type": "fs", "root_dir": str(tmp_path)})) as played:
-        played.store([1, 2, 3])
-        played.evict()
-        for file in tmp_path.rglob("*.bin"):
-            file.unlink()
-        assert played.read([1, 2, 3]) == []
-        (tier,) = played.statistics().tiers
-        assert (tier.counts.failed, tier.breaker) == (0, "CLOSED")
 
 
 def test_after_a_reset_nothing_older_is_found_and_newer_blocks_are(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import pytest
 import vllm
@@ -14,13 +13,9 @@ from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, Offloadin
 from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm.memory.cpu_worker import CPUPlatformWorker
 from kvtier.vllm.scheduler.manager import KVTierManager
-from tests.vllm.support.children import run_scenario
-from tests.vllm.support.engine import engine, kvtier_config
-from tests.vllm.support.play import play_round, prompts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 PAIRS = [
     (OffloadingManager, KVTierManager),
@@ -100,52 +95,3 @@ def test_submit_load_takes_expedited_by_name_and_without() -> None:
     parameter = inspect.signature(CPUPlatformWorker.submit_load).parameters["expedited"]
     assert parameter.default is False
     assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-
-
-def emitted(model: str, root: str, lengths: list[int]) -> dict[str, Any]:
-    """Note every metric that the manager hands to vLLM, in a run with all kinds of events."""
-    from kvtier.vllm.scheduler.manager import KVTierManager
-
-    seen: dict[str, int] = {}
-    real = KVTierManager.get_stats
-
-    def get_stats(self: KVTierManager) -> Any:
-        stats = real(self)
-        for name, values in (stats._values if stats is not None else {}).items():
-            for labels in values:
-                seen[name] = len(labels)
-        return stats
-
-    patch.object(KVTierManager, "get_stats", get_stats).start()
-    tiers = [
-        {"type": "fs", "root_dir": root},
-        {"type": "memory", "capacity_bytes": 1 << 20, "faults": {"load": {"fail_every": 2}}},
-    ]
-    config = kvtier_config(cpu_bytes_to_use=30 * 65_536, secondary_tiers=tiers, store_threshold=2)
-    with engine(model, config) as running:
-        *_, last = [play_round(running, prompts_of(lengths)) for _ in range(3)]
-    labels = {
-        name: len(definition.labelnames)
-        for name, definition in KVTierOffloadingSpec.build_metric_definitions(config).items()
-    }
-    return {"seen": seen, "declared": labels, "cached": last["cached"]}
-
-
-def test_metrics_that_are_emitted_have_been_declared(
-    llama: Path, tmp_path: Path, log_folder: Path
-) -> None:
-    """vLLM fails an engine step for a metric that it doesn't know."""
-    told = run_scenario(
-        emitted,
-        log_folder=log_folder,
-        model=str(llama),
-        root=str(tmp_path / "kv"),
-        lengths=[600, 900],
-    )
-    assert sum(told["cached"]) > 0
-    unknown = set(told["seen"]) - set(told["declared"])
-    assert not unknown
-    for name, labels in told["seen"].items():
-        assert told["declared"][name] == labels, name
-    assert {name.split(":")[0] for name in told["seen"]} == {"vllm", "kvtier"}
-    assert len(told["seen"]) > 20

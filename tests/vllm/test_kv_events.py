@@ -13,8 +13,6 @@ only a router that counts knows when the last is gone.
 from __future__ import annotations
 
 import os
-import random
-import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,9 +21,8 @@ from vllm.distributed.kv_events import BlockRemoved
 from kvtier.tier import backend_driver
 from kvtier.vllm.scheduler import kv_events
 from kvtier_backends.memory import MemoryBackend
-from tests.support.patience import until
 from tests.vllm.support.connector import BLOCK_BYTES, BLOCK_TOKENS, connector
-from tests.vllm.support.event_play import Play, Subscriber, known_to
+from tests.vllm.support.event_play import Play, Subscriber
 from tests.vllm.support.wire import open_wire
 
 if TYPE_CHECKING:
@@ -36,8 +33,8 @@ if TYPE_CHECKING:
 
 WINDOW = 4 * BLOCK_TOKENS
 SLOTS = 24
+CHUNK_BLOCKS = 4  #: of vLLM in one of kvtier's: they have hashes of their own
 DISK_BYTES = 1 << 19
-LATE_S = 0.01  #: of slow storage: blocks leave the primary tier while it stores their tails
 REQUESTS = int(os.environ.get("KVTIER_EVENT_REQUESTS", "30"))
 EVENTS = int(os.environ.get("KVTIER_EVENTS", "1000"))  #: in blocks, stored or removed
 LEG = max(8, EVENTS // 90)  #: requests; nine times so many announce about ten blocks each
@@ -49,20 +46,6 @@ AROUND = 20  #: requests before and after what a test is about: more blocks than
 def _wire() -> Iterator[Wire]:
     with open_wire() as carrying:
         yield carrying
-
-
-@pytest.fixture(
-    params=[1, pytest.param(4, marks=pytest.mark.one_release)],
-    ids=lambda blocks: f"{blocks}_vllm_blocks",
-)
-def chunk_blocks(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture(params=[(None,), (None, WINDOW)], ids=["one_group", "two_groups"])
-def windows(request: pytest.FixtureRequest) -> tuple[int | None, ...]:
-    found: tuple[int | None, ...] = request.param
-    return found
 
 
 def disk(folder: Path, chunk_blocks: int, **more: Any) -> dict[str, Any]:
@@ -87,14 +70,16 @@ def open_engine(chunk_blocks: int, tiers: list[dict[str, Any]], **more: Any) -> 
     )
 
 
+# With one vLLM block in each, test_rig.py has the same.
+@pytest.mark.parametrize("windows", [(None,), (None, WINDOW)], ids=["one_group", "two_groups"])
 def test_routers_have_what_is_resident(
-    chunk_blocks: int, windows: tuple[int | None, ...], tmp_path: Path, wire: Wire
+    windows: tuple[int | None, ...], tmp_path: Path, wire: Wire
 ) -> None:
     """Three engines in turn have the disk; the later ones find blocks of those before them."""
-    subscriber = Subscriber(chunk_blocks, wire)
+    subscriber = Subscriber(CHUNK_BLOCKS, wire)
     for seed in range(3):
-        tiers = [disk(tmp_path, chunk_blocks)]
-        with open_engine(chunk_blocks, tiers, windows=windows) as engine:
+        tiers = [disk(tmp_path, CHUNK_BLOCKS)]
+        with open_engine(CHUNK_BLOCKS, tiers, windows=windows) as engine:
             Play(engine, subscriber, seed).serve(REQUESTS)
             found_again = {name for medium, name in subscriber.found() if medium == "STORAGE"}
         subscriber.restart()
@@ -103,30 +88,12 @@ def test_routers_have_what_is_resident(
     assert found_again
 
 
-@pytest.mark.one_release
-def test_what_a_tier_had_when_its_process_was_killed_is_found_nowhere(
-    chunk_blocks: int, tmp_path: Path, wire: Wire
-) -> None:
-    subscriber = Subscriber(chunk_blocks, wire)
-    with open_engine(chunk_blocks, [disk(tmp_path, chunk_blocks, isolation="process")]) as engine:
-        play = Play(engine, subscriber, 1)
-        play.serve(AROUND)
-        assert any(medium == "STORAGE" for medium, _ in subscriber.found())
-        play.kill_tier()
-        play.serve(AROUND)
-        assert any(medium == "STORAGE" for medium, _ in subscriber.found())
-
-
-# Each of both once. The other two pairs are the same code again.
+# Each of both once: the other two pairs are the same code again.
 @pytest.mark.parametrize(
     ("on_reset", "gpu_is_free"),
     [
         pytest.param("keep", False, id="keep-gpu_in_use"),
         pytest.param("new_generation", True, id="new_generation-gpu_free"),
-        pytest.param("keep", True, id="keep-gpu_free", marks=pytest.mark.long),
-        pytest.param(
-            "new_generation", False, id="new_generation-gpu_in_use", marks=pytest.mark.long
-        ),
     ],
 )
 def test_after_a_reset_routers_have_what_can_be_found(
@@ -142,66 +109,10 @@ def test_after_a_reset_routers_have_what_can_be_found(
         play.serve(AROUND)
 
 
-def test_a_block_in_two_tiers_of_one_medium_is_found_until_both_have_lost_it(
-    tmp_path: Path, wire: Wire
-) -> None:
-    tiers = [
-        disk(tmp_path, 1),
-        {
-            "type": "fs",
-            "root_dir": str(tmp_path / "fs"),
-            "enable_kv_events": True,
-        },
-    ]
-    subscriber = Subscriber(1, wire)
-    with open_engine(1, tiers) as engine:
-        Play(engine, subscriber, 1).serve(REQUESTS)
-        removed = {each.ownership for each in subscriber.heard if type(each) is BlockRemoved}
-        assert "1:disk" in removed
-
-
 def memory(chunk_blocks: int, **more: Any) -> dict[str, Any]:
     """Return a tier of the primary tier's medium that holds four times as many blocks."""
     capacity = 4 * SLOTS * chunk_blocks * BLOCK_BYTES
     return {"type": "memory", "capacity_bytes": capacity, "enable_kv_events": True, **more}
-
-
-@pytest.mark.parametrize("on_reset", ["keep", "new_generation"])
-def test_after_a_reset_nothing_is_found_of_two_tiers_of_one_medium(
-    on_reset: str, wire: Wire
-) -> None:
-    """Dynamo ends a removal at the first block that it doesn't know.
-
-    What the first tier of the medium had was gone by then, and the rest was found for ever.
-    """
-    subscriber = Subscriber(1, wire)
-    holds_all = memory(1, capacity_bytes=100 * SLOTS * BLOCK_BYTES)
-    with open_engine(1, [holds_all], on_reset=on_reset) as engine:
-        play = Play(engine, subscriber, 1)
-        play.serve(AROUND)
-        play.reset(gpu_is_free=False)
-        play.serve(AROUND)
-
-
-@pytest.mark.one_release
-def test_what_a_killed_tier_had_is_found_where_another_of_its_medium_has_it(wire: Wire) -> None:
-    subscriber = Subscriber(1, wire)
-    with open_engine(1, [memory(1, isolation="process")]) as engine:
-        play = Play(engine, subscriber, 1)
-        play.serve(AROUND)
-        before = known_to(engine.manager.facade)[0]
-        os.kill(engine.manager.facade._tiers[0]._child.process.pid, signal.SIGKILL)
-
-        def is_forgotten() -> bool:
-            engine.end_step()
-            return not known_to(engine.manager.facade)[0]
-
-        until(is_forgotten)
-        primary = set(engine.manager.facade._primary.resident())
-        assert primary & before
-        assert before - primary
-        play.rest()
-        play.check()
 
 
 @pytest.fixture
@@ -218,15 +129,13 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> list[MemoryBackend]:
     return made
 
 
-@pytest.mark.parametrize("medium", ["CPU", "STORAGE"])
 def test_what_a_tier_loses_at_once_is_announced_over_steps_and_nothing_of_it_is_found(
-    medium: str, faulty: list[MemoryBackend], wire: Wire, monkeypatch: pytest.MonkeyPatch
+    faulty: list[MemoryBackend], wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A subscriber that reads nothing holds up neither the steps nor the others.
 
     Blocks come back while losses wait, and are there in the end.
     """
-    monkeypatch.setattr(MemoryBackend, "medium", medium)
     monkeypatch.setattr(kv_events, "AT_ONCE", AT_ONCE)
     monkeypatch.setattr(backend_driver, "CONTENTS_A_PAUSE", 2)
     store, losses = MemoryBackend.store, []
@@ -259,12 +168,10 @@ def test_what_a_tier_loses_at_once_is_announced_over_steps_and_nothing_of_it_is_
         assert max(len(event.block_hashes) for event in removed) <= AT_ONCE
 
 
-@pytest.mark.parametrize("medium", ["CPU", "STORAGE"])
-@pytest.mark.parametrize("operation", ["load", "store"])
+@pytest.mark.parametrize(("operation", "medium"), [("load", "CPU"), ("store", "STORAGE")])
 def test_what_never_came_is_announced_by_nobody(
     operation: str,
     medium: str,
-    chunk_blocks: int,
     faulty: list[MemoryBackend],
     wire: Wire,
     monkeypatch: pytest.MonkeyPatch,
@@ -274,9 +181,9 @@ def test_what_never_came_is_announced_by_nobody(
     A tier of the primary tier's medium that fails to load a block has it all the same.
     """
     monkeypatch.setattr(MemoryBackend, "medium", medium)  # it stands for storage, too
-    tier = memory(chunk_blocks, faults={operation: {"fail_every": 3}})
-    subscriber = Subscriber(chunk_blocks, wire)
-    with open_engine(chunk_blocks, [tier]) as engine:
+    tier = memory(CHUNK_BLOCKS, faults={operation: {"fail_every": 3}})
+    subscriber = Subscriber(CHUNK_BLOCKS, wire)
+    with open_engine(CHUNK_BLOCKS, [tier]) as engine:
         subscriber.contents = lambda: [set(faulty[-1]._kept)]
         Play(engine, subscriber, 1).serve(REQUESTS)
         assert engine.tier().counts.failed
@@ -287,8 +194,7 @@ def test_what_never_came_is_announced_by_nobody(
     ("chunk_blocks", "shares_hashes"),
     [
         pytest.param(1, False, id="1_vllm_blocks", marks=pytest.mark.long),
-        pytest.param(4, False, id="4_vllm_blocks", marks=pytest.mark.long),
-        pytest.param(4, True, id="4_vllm_blocks-shared_hashes"),
+        pytest.param(CHUNK_BLOCKS, True, id="4_vllm_blocks-shared_hashes"),
     ],
 )
 def test_through_kills_resets_and_restarts_routers_have_what_is_resident(
@@ -314,28 +220,3 @@ def test_through_kills_resets_and_restarts_routers_have_what_is_resident(
         subscriber.restart()
         assert is_found_again
     assert subscriber.announced() >= EVENTS
-
-
-# The orders of events in which blocks were hidden are in test_kv_events_in_order.py.
-SEEDS = [40, 41, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(42, 46))]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_tier_that_is_slow_by_lot_hides_no_block_of_its_medium(
-    seed: int, faulty: list[MemoryBackend], wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Heads whose store failed leave the primary tier before their tails, and come back."""
-    lot = random.Random(seed)
-    store = MemoryBackend.store
-
-    async def store_late(self: MemoryBackend, blocks: Any) -> Any:
-        self.faults.store.delay_s = LATE_S * lot.choice([0, lot.random()])
-        return await store(self, blocks)
-
-    monkeypatch.setattr(MemoryBackend, "store", store_late)
-    chunk_blocks = lot.choice([1, 4])
-    tier = memory(chunk_blocks, faults={"store": {"fail_every": 3}})
-    subscriber = Subscriber(chunk_blocks, wire)
-    with open_engine(chunk_blocks, [tier]) as engine:
-        subscriber.contents = lambda: [set(faulty[-1]._kept)]
-        Play(engine, subscriber, seed).serve(REQUESTS)

@@ -19,8 +19,6 @@ from tests.vllm.support.offloading import CONFIG
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vllm.v1.kv_offload.config import OffloadingConfig
-
     from kvtier.vllm.identity.weights import Weights
 
 ATTENTION = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float16)
@@ -69,23 +67,6 @@ def worker_facts(vllm_config: Any) -> Any:
     return build_namespace(CONFIG, worker_report(vllm_config, pages())).facts["worker"]
 
 
-def facts(config: OffloadingConfig) -> Any:
-    return build_namespace(config, {"model": "m"}).facts
-
-
-def test_canonical_rows_are_shared_between_numbers_of_ranks() -> None:
-    """That is what the canonical layout is for."""
-    one = replace(CONFIG, canonical_layout=True)
-    two = replace(one, parallel=TWO_RANKS, worker_kv_bytes_per_block=4096)
-    assert facts(one) == facts(two)
-
-
-def test_the_engine_id_and_the_memory_size_do_not_matter() -> None:
-    """A restarted engine has a new id, and must find its blocks."""
-    other = replace(CONFIG, engine_id="f", extra_config={"cpu_bytes_to_use": 1})
-    assert facts(other) == facts(CONFIG)
-
-
 def test_vllm_fields_are_those_of_its_own_fs_tier() -> None:
     """Backends that speak vLLM's layout find the folder that vLLM would use."""
     namespace = build_namespace(CONFIG, {"model": "m"})
@@ -112,23 +93,6 @@ def test_no_worker_facts_is_an_error() -> None:
     """An empty namespace would let two models meet."""
     with pytest.raises(InternalError, match="no facts about the model"):
         build_namespace(CONFIG, None)
-
-
-def test_the_length_limit_matters_only_to_scalings_that_look_at_it(tmp_path: Path) -> None:
-    """Otherwise every change of max_model_len would start cold."""
-    longer = engine_config(tmp_path)
-    longer.model_config.max_model_len = 2000
-    assert worker_facts(longer) == worker_facts(engine_config(tmp_path))
-
-
-def test_random_hash_seeds_keep_an_engine_to_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With xxhash and no PYTHONHASHSEED, keys mean nothing to another process."""
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    config = engine_config(tmp_path)
-    config.cache_config.prefix_caching_hash_algo = "xxhash"
-    assert worker_facts(config)["block_hash"] != worker_facts(config)["block_hash"]
 
 
 def test_a_draft_in_the_models_own_files_has_them_looked_at_once(

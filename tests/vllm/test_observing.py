@@ -40,14 +40,12 @@ from kvtier.vllm.scheduler.manager import KVTierManager
 from kvtier.vllm.scheduler.metrics import MetricsExporter
 from kvtier.vllm.workarounds.guarded_observer import DROPS, GuardedObserver, Sample
 from tests.support.patience import PATIENCE_S, until
-from tests.vllm.support.children import run_scenario
 from tests.vllm.support.connector import connector
-from tests.vllm.support.engine import engine, kvtier_config, make_prompts
+from tests.vllm.support.engine import kvtier_config
 from tests.vllm.support.managers import manager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 TIERS = [
     {"type": "memory", "capacity_bytes": 1 << 20},
@@ -438,32 +436,3 @@ def test_whatever_counters_do_vllms_front_end_takes_it_and_shows_no_fall(steps: 
         now = front.value("kvtier:primary_evictions_total") or 0.0
         assert now >= shown
         shown = now
-
-
-# --- on a real engine ---
-
-
-def preempted(model: str) -> dict[str, Any]:
-    """Crowd a small engine, so that requests lose their blocks and come back."""
-    config = kvtier_config(cpu_bytes_to_use=24 * 65_536)
-    prompts = make_prompts(6, 230)
-    with engine(model, config, blocks=24, max_model_len=640) as running:
-        for count in (4, 6):
-            running.run(prompts[:count], 8)
-            for answer in (60, 150, 250):
-                running.forget()
-                running.run(prompts[:count], answer)
-        return {"metrics": running.metrics(), "statistics": running.settle()}
-
-
-# With vLLM 0.33, test_engine_interrupted.py has preempted requests.
-@pytest.mark.one_release
-@pytest.mark.long
-def test_preempted_requests_whose_blocks_go_meanwhile_end_no_engine(
-    llama: Path, log_folder: Path
-) -> None:
-    """They look their blocks up again, and some are gone by then: no counter falls."""
-    told = run_scenario(preempted, log_folder=log_folder, model=str(llama))
-    assert told["metrics"]["vllm:num_preemptions"] > 0
-    assert told["metrics"]['vllm:kv_offload_tiering_chunk_hits{tier="0:primary"}'] > 0
-    assert told["metrics"]['kvtier:samples_dropped{what="counter_fell"}'] == 0

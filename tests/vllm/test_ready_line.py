@@ -9,8 +9,7 @@ from structlog.testing import capture_logs
 
 from tests.support.fuse_folder import fuse_folder
 from tests.support.needs import needs
-from tests.support.patience import PATIENCE_S
-from tests.support.redis_servers import free_port, running
+from tests.support.redis_servers import free_port
 from tests.vllm.support.managers import manager
 
 if TYPE_CHECKING:
@@ -37,18 +36,6 @@ def test_an_engine_without_tiers_says_so() -> None:
     with capture_logs() as lines, manager():
         (line,) = lines
         assert (line["event"], line["tiers"]) == ("kvtier is ready", "none")
-
-
-def test_an_engine_is_ready_when_its_tier_has_reached_its_server(tmp_path: Path) -> None:
-    """Its first request finds what is there."""
-    with running("valkey", tmp_path / "server") as server, capture_logs() as lines:
-        tier = {"type": "redis", "url": server.url, "connect_timeout_s": PATIENCE_S}
-        with manager(secondary_tiers=[tier]) as built:
-            assert built.facade.statistics().tiers[0].connection == "UP"
-    (line,) = (each for each in lines if each["event"] == "kvtier is ready")
-    assert "connecting" not in line
-    (reached,) = (each for each in lines if each["event"] == "tier has reached its server")
-    assert reached == {"event": reached["event"], "log_level": "info", "tier": "1:redis"}
 
 
 def test_a_tier_whose_server_is_not_there_is_named_and_waited_for_no_longer_than_allowed() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import TYPE_CHECKING
+
 from vllm.v1.request import RequestStatus
 
 from kvtier.tier import bounded_tier
 from tests.support.container_sizes import container_sizes, grown
 from tests.support.patience import looks
 from tests.vllm.support.connector import BLOCK_BYTES, BLOCK_TOKENS, Connector, connector
+
+if TYPE_CHECKING:
+    import pytest
 
 SLOTS = 16
 PROMPTS = 24  #: of three blocks: more than fit
@@ -43,14 +47,11 @@ def serve(engine: Connector, numbers: range) -> None:
     list(engine.real.take_events())
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 4 * BLOCK_TOKENS)], ids=["one_group", "two"])
-def test_they_leave_nothing_behind_in_the_manager(
-    windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_leave_nothing_behind_in_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_tier, "ENDED_REQUESTS_MAX", 8)
     with connector(
         slots=SLOTS,
-        windows=windows,
+        windows=(None, 4 * BLOCK_TOKENS),
         kv_events=True,
         self_describing_kv_events=True,
         secondary_tiers=[TIER],
