@@ -83,33 +83,21 @@ def touch(folder: Path) -> None:
         os.utime(file, ns=(later_ns, later_ns))
 
 
-def test_an_adapter_is_found_again_and_is_neither_the_model_nor_another(tmp_path: Path) -> None:
+def test_an_adapter_is_known_by_its_bytes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy on another host is the same; one that was replaced at its path is another."""
     write_adapter(tmp_path / "a", 1)
     write_adapter(tmp_path / "b", 2)
     first = hashes(tmp_path / "a")
     assert hashes(tmp_path / "a") == first
     others = [hashes(None), hashes(tmp_path / "b", 2)]
     assert not set(first).intersection(*others)
-
-
-def test_two_hosts_with_the_same_bytes_share_wherever_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_adapter(tmp_path / "a", 1)
-    first = hashes(tmp_path / "a")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    monkeypatch.setattr(module, "ADAPTERS", Adapters())  # of the other host
-    assert hashes(tmp_path / "b") == first
-
-
-def test_one_that_was_replaced_at_its_path_is_another_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_adapter(tmp_path / "a", 1)
-    first = hashes(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
     write_adapter(tmp_path / "a", 2)
-    monkeypatch.setattr(module, "ADAPTERS", Adapters())
-    assert not set(hashes(tmp_path / "a")) & set(first)
+    monkeypatch.setattr(module, "ADAPTERS", Adapters())  # of the other host, or after the restart
+    assert hashes(tmp_path / "c") == first
+    assert not set(hashes(tmp_path / "a", 2)) & set(first)
 
 
 def test_files_that_change_under_a_loaded_adapter_are_nobody_knows_whose(tmp_path: Path) -> None:

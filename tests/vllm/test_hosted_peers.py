@@ -218,7 +218,10 @@ def quarantined(played: Peer) -> int:
 
 
 def test_a_decode_engine_gets_what_a_prefill_engine_computed() -> None:
+    """Peers are served on the thread that calls all else: vLLM 0.33 has tiers that rely on it."""
+    methods = ("serve_external_requests", "get_finished_jobs", "submit_store", "on_schedule_end")
     with peer() as first, peer() as second:
+        threads = calling_threads(first, *methods)
         prefill(first, [1, 2, 3], "k")
         assert pinned(first) == 3
         assert read(second, [1, 2, 3], first.as_prefiller("k"), first) == 3
@@ -226,16 +229,6 @@ def test_a_decode_engine_gets_what_a_prefill_engine_computed() -> None:
         for played in (first, second):
             (tier,) = played.statistics().tiers
             assert (tier.counts.failed, tier.breaker) == (0, "CLOSED")
-
-
-def test_peers_are_served_on_the_thread_that_calls_all_else() -> None:
-    """A tier of vLLM 0.33 that is not to be polled off its thread relies on it."""
-    methods = ("serve_external_requests", "get_finished_jobs", "submit_store", "on_schedule_end")
-    with peer() as first, peer() as second:
-        threads = calling_threads(first, *methods)
-        prefill(first, [1, 2], "k")
-        assert read(second, [1, 2], first.as_prefiller("k"), first) == 2
-        both(first, second, lambda: not pinned(first))
         assert threads.keys() == {*methods}
         (own,) = set.union(*threads.values())
         assert own != threading.current_thread().name

@@ -113,13 +113,17 @@ def scripted() -> dict[str, Any]:
     return {"type": "vllm", "tier": tier}
 
 
-def test_a_restart_finds_the_blocks_again_and_another_model_does_not(tmp_path: Path) -> None:
-    with tiering(disk(tmp_path)) as running:
+@pytest.mark.parametrize("weights", [{"commit": "c"}, {"unknown": "they are streamed"}])
+def test_a_restart_finds_the_blocks_again_if_it_is_known_to_be_of_the_same_model(
+    weights: dict[str, str], tmp_path: Path
+) -> None:
+    facts = {"model": {"weights": weights}}
+    with tiering(disk(tmp_path), facts=facts) as running:
         running.store(KEYS)
     with tiering(disk(tmp_path), facts={"model": "another"}) as running:
         assert running.load(KEYS) == 0
-    with tiering(disk(tmp_path)) as running:
-        assert running.load(KEYS) == len(KEYS)
+    with tiering(disk(tmp_path), facts=facts) as running:
+        assert running.load(KEYS) == (0 if "unknown" in weights else len(KEYS))
 
 
 def test_a_prefix_longer_than_the_staging_slots_is_loaded_whole() -> None:

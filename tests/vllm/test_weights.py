@@ -20,6 +20,8 @@ from kvtier.vllm.identity import weights
 from kvtier.vllm.identity.sharing import apart_if_unknown
 from kvtier.vllm.identity.weight_files import SAMPLES_A_TENSOR_MIN, weight_files
 from kvtier.vllm.identity.weights import Weights, weights_of, why_unknown
+from tests.vllm.support.managers import manager
+from tests.vllm.test_hosted_tiers import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -298,6 +300,22 @@ def test_a_draft_models_unknown_weights_count_too() -> None:
     draft = {"model": {"weights": {"unknown": "of the draft"}}}
     known = {"model": {"weights": {"commit": "c"}}, "draft_model": draft}
     assert why_unknown(known) == "of the draft"
+
+
+@pytest.mark.parametrize("weights", [{"commit": "c"}, {"unknown": "they are streamed"}])
+def test_the_next_engine_finds_the_blocks_of_known_weights_alone(
+    weights: dict[str, str], tmp_path: Path
+) -> None:
+    tier = {"type": "fs", "root_dir": str(tmp_path / "kv"), "isolation": "thread"}
+    facts = {"model": {"weights": weights}}
+    found = []
+    for _ in range(2):
+        with manager(facts=facts, secondary_tiers=[tier]) as built:
+            played = Engine(built)
+            found.append(played.read([1]))
+            played.store([1])
+            played.settle()
+    assert found == [[], [] if "unknown" in weights else [1]]
 
 
 def runtime(tier: dict[str, Any], **others: Any) -> RuntimeConfig:

@@ -121,6 +121,23 @@ def test_a_restart_costs_a_hybrid_model_no_hits(
     assert_same(told, groups)
 
 
+def refused(model: str) -> str:
+    try:
+        with engine(model, kvtier_config(blocks_per_chunk=2), blocks=160):
+            return "it started"
+    except Exception as error:  # noqa: BLE001 - vLLM may wrap it
+        return repr(error)
+
+
+def test_blocks_of_several_vllm_blocks_are_refused_beside_a_window(
+    gemma: Path, log_folder: Path
+) -> None:
+    """vLLM would store them with holes, and a later request would load what nobody wrote."""
+    told = run_scenario(refused, log_folder=log_folder, model=str(gemma))
+    assert "blocks of 2 vLLM blocks" in told
+    assert "Leave both keys out" in told
+
+
 def make_draft(folder: Path) -> Path:
     return make_llama(folder, num_hidden_layers=1)
 

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def manager(**extra_config: Any) -> Iterator[Any]:
-    """Build spec and manager beside a worker that has mapped the memory; shut all down."""
+def manager(*, facts: Any = None, **extra_config: Any) -> Iterator[Any]:
+    """Build spec and manager beside a worker that has mapped the memory; shut all down.
+
+    ``facts``: what the worker tells of the model.
+    """
     config = replace(
         CONFIG,
         engine_id=f"test-manager-{uuid.uuid4()}",
@@ -34,7 +37,7 @@ def manager(**extra_config: Any) -> Iterator[Any]:
         rank=0,
     )
     try:
-        region.header.publish({"model": "m"})
+        region.header.publish(facts or {"model": "m"})
         built = spec.get_manager()
         try:
             yield built

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, TierFilter, make_offload_key
+from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload_key
 
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from kvtier.plugin_api.slot_memory import SlotMemory
@@ -162,6 +162,3 @@ def stepped(
     finally:
         made.manager.shutdown()
         made.region.close()
-
-
-NO_TIER = TierFilter(())
