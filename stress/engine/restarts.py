@@ -140,10 +140,8 @@ class Restarts:
             raise Failure(f"in shared memory after a restart: {left}")
         await self._until(self._disk_counts, "the disk tier counts nothing")
         # ``kvtier ls`` lists evicted blocks, too, as long as their region stands.
-        found, over = (
-            self._watch.gauge("kvtier:tier_backend", tier=DISK, count=count) or 0
-            for count in ("blocks_recovered", "entries_over")
-        )
+        found = self._watch.since_start("kvtier:disk_blocks_recovered", tier=DISK)
+        over = self._watch.since_start("kvtier:disk_recovery", tier=DISK, case="entries_over")
         if found + over != blocks:
             raise Failure(
                 f"a restart found {found:g} blocks on the disk and {over:g} too many, "
@@ -155,7 +153,7 @@ class Restarts:
         )
 
     def _disk_counts(self) -> bool:
-        return self._watch.gauge("kvtier:tier_backend", tier=DISK, count="blocks") is not None
+        return self._watch.gauge("kvtier:disk_blocks", tier=DISK) is not None
 
     async def _until(self, done: Callable[[], bool], what: str) -> None:
         end_s = time.monotonic() + BACK_S_MAX * BUSY_FACTOR

@@ -31,9 +31,9 @@ SCRAPE_S = 1.0
 NOT_ZERO_AT_REST = re.compile(
     r"""
     vllm:\w*config_info\{ | vllm:engine_sleep_state\{ | vllm:lora_requests_info\{
-    | kvtier:tier_backend\{ | kvtier:primary_slots\{state="(free|ready)"\}
-    | kvtier:tier_(bytes_per_second|lookups_per_second|latency_seconds)\{
-    | kvtier:tier_(estimate_error_ratio|inflight_limit_blocks)\{
+    | kvtier:info\{ | kvtier:primary_slots\{state="(free|ready)"\} | kvtier:(disk|fs)_\w+\{
+    | kvtier:tier_capacity_bytes\{ | kvtier:tier_used_bytes\{ | kvtier:tier_inflight_limit_blocks\{
+    | kvtier:tier_estimated_\w+\{ | kvtier:tier_estimate_error_ratio\{
     | process_ | python_ | http_
     """,
     re.VERBOSE,
@@ -184,7 +184,7 @@ async def come_to_rest(running: Server, watch: Watch) -> float:
 
 def sample_of(watch: Watch, at_s: float, requests: int, fs_blocks: int) -> Sample:
     """Return this moment. ``fs`` doesn't count its blocks: ``fs_blocks`` are its files."""
-    on_disk = watch.gauge("kvtier:tier_backend", tier=DISK, count="blocks")
+    on_disk = watch.gauge("kvtier:disk_blocks", tier=DISK)
     return Sample(
         at_s=round(at_s, 3),
         requests=requests,

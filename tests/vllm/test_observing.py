@@ -46,6 +46,7 @@ from tests.vllm.support.managers import manager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
 TIERS = [
     {"type": "memory", "capacity_bytes": 1 << 20},

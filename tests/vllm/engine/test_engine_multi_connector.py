@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LENGTHS = [500, 1000, 333, 700]
 BLOCKS = sum(whole_blocks(LENGTHS)) // BLOCK_TOKENS
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
-ON_DISK = 'kvtier:tier_backend{count="blocks",tier="1:disk"}'
+ON_DISK = 'kvtier:disk_blocks{tier="1:disk"}'
 TO_BE_PULLED = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

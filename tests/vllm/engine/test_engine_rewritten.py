@@ -30,7 +30,7 @@ def start_and_play(model: str, root: str) -> dict[str, Any]:
     ]
     with engine(model, kvtier_config(secondary_tiers=tiers)) as running:
         for _ in looks(running.statistics):
-            if "blocks" in running.settle()["tiers"][0]["backend"]:
+            if "blocks" in running.settle()["tiers"][0]["backend_gauges"]:
                 break
         return play_round(running, prompts_of(LENGTHS))
 
