@@ -86,7 +86,7 @@ GIVEN = {
     "kvtier.vllm.identity.adapters: EngineCore.add_lora": "vLLM tells nobody that an adapter is "
     "loaded",
     "kvtier.vllm.identity.adapters: EngineCore.remove_lora": "as above",
-    "kvtier.vllm.workarounds.gauges: OffloadPromMetrics._create_metric": "vLLM 0.32 takes no mode",
+    "kvtier.vllm.workarounds.gauges: OffloadPromMetrics.__init__": "vLLM 0.32 takes no mode",
     "kvtier.vllm.workarounds.idle: EngineCoreProc.has_work": "vLLM tells nobody that it waits",
     "kvtier.vllm.identity.adapters: kv_cache_utils.generate_block_hash_extra_keys": "nor asks "
     "anybody",

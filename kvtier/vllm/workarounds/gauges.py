@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from dataclasses import fields
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from prometheus_client import Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
 from vllm.v1.kv_offload.base import OffloadingGaugeMetadata
 
 from kvtier.vllm.workarounds.hooking import once_a_process
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import OffloadingMetricMetadata
+    from collections.abc import Mapping
 
-MODE = "mostrecent"
+MODE: Final = "mostrecent"
 
 
 @once_a_process
@@ -28,15 +29,15 @@ def merge_gauges() -> None:
     """Make the gauges of connectors in this process so. Once a process, before they are made."""
     if any(each.name == "multiprocess_mode" for each in fields(OffloadingGaugeMetadata)):
         return
-    create = OffloadPromMetrics._create_metric  # noqa: SLF001 - the only place that makes them
+    real = OffloadPromMetrics.__init__
 
-    @wraps(create)
-    def create_merged(self: Any, name: str, metadata: OffloadingMetricMetadata) -> Any:  # noqa: ANN401 - vLLM has no stubs
-        gauge = self._gauge_cls
-        self._gauge_cls = partial(gauge, multiprocess_mode=MODE)
-        try:
-            return create(self, name, metadata)
-        finally:
-            self._gauge_cls = gauge
+    @wraps(real)
+    def init(self: Any, config: Any, types: Mapping[Any, Any], *arguments: Any) -> None:  # noqa: ANN401 - vLLM has no stubs
+        real(
+            self,
+            config,
+            {**types, Gauge: partial(types[Gauge], multiprocess_mode=MODE)},
+            *arguments,
+        )
 
-    OffloadPromMetrics._create_metric = create_merged  # noqa: SLF001
+    OffloadPromMetrics.__init__ = init
