@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from stress.plan import Fault
 
 NOTICED: Final = (
-    "absent",
+    "load_misses",
     "damaged",
     "failed",
-    "full",
+    "stores_rejected",
     "jobs_timed_out",
     "probes_timed_out",
     "breaker_opened",
-    "broke",
+    "crashes",
 )
 """Counters of a tier that tell of faults."""
 
