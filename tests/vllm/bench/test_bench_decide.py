@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.vllm.bench.bench_process import run_bench
+from tests.vllm.bench.bench_process import BENCH_S_MAX, run_bench
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.one_release
 @pytest.mark.long
+@pytest.mark.timeout(2 * BENCH_S_MAX)
 def test_each_policy_loads_or_computes_what_it_should(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     options = ["--rates", "2GB,2MB", "--prompts", "1000", "--clients", "1,2", "--repeats", "2"]
