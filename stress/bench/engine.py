@@ -76,7 +76,7 @@ SPEC_OF: Final = {
     },
     VLLM: {
         "spec_name": "VLLMTieringOnCPUSpec",
-        "spec_module_path": "stress.bench.vllm_spec",
+        "spec_module_path": "stress.bench.sides",
     },
 }
 

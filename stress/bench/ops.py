@@ -43,7 +43,6 @@ from stress.bench.harness import (
     several,
     yes_or_no,
 )
-from stress.bench.picture import draw_scale
 from stress.bench.sides import KVTIER, SIDES, VLLM, ManagerSide, Setup
 from stress.bench.turns import Call, PauseWatch, RequestPlayer, Stopwatch
 from stress.children import run_child
@@ -80,6 +79,10 @@ LRU_FACTOR_MAX: Final = 2.0  #: a policy may cost this many times what lru does
 WARM_UP_REQUESTS: Final = 8
 PROBED_REQUESTS: Final = 12
 LOADED_REQUESTS_MAX: Final = 100
+DRAWN: Final = (
+    (Call.LOOKUP_HIT, Call.LOOKUP_MISS, Call.PREPARE_STORE, Call.PREPARE_STORE_EVICTING),
+    (Call.COMPLETE_STORE, Call.PREPARE_LOAD, Call.COMPLETE_LOAD, Call.TOUCH),
+)
 _PAGE_BYTES: Final = resource.getpagesize()
 
 
@@ -342,6 +345,33 @@ def _show_scale(policy: str, points: Sequence[dict[str, Any]]) -> None:
         ["", *(f"{point['blocks']:,}" for point in points), "last / first"],
         rows,
     )
+
+
+def draw_scale(points: Sequence[dict[str, Any]], path: str) -> None:
+    """Write the picture to ``path``. ``points``: what ``measure_policy`` returned at each size."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - only to draw
+    from matplotlib.figure import Figure  # noqa: PLC0415 - as above
+
+    figure = Figure(figsize=(12.0, 5.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    policies = list(dict.fromkeys(point["policy"] for point in points))
+    lines = [
+        (VLLM, policies[0], "vLLM, lru"),
+        *((KVTIER, each, f"kvtier, {each}") for each in policies),
+    ]
+    for row, calls in zip(figure.subplots(2, 4), DRAWN, strict=True):
+        for axes, call in zip(row, calls, strict=True):
+            for side, policy, label in lines:
+                of_line = [point for point in points if point["policy"] == policy]
+                sizes = [point["blocks"] for point in of_line]
+                medians = [point["calls"][call][side]["median_ns"] for point in of_line]
+                axes.plot(sizes, medians, "o-", label=label, ms=4)
+            axes.set_title(call, fontsize=10)
+            axes.set(xscale="log", ylim=(0, None), xlabel="resident blocks", ylabel="ns a key")
+            axes.grid(visible=True, alpha=0.3)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=9)
+    figure.savefig(path, dpi=110)
 
 
 def _show_memory(weighed: dict[str, Any]) -> None:

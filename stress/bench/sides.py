@@ -12,23 +12,30 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from typing_extensions import override
 from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 from vllm.v1.kv_offload.tiering.manager import (
     CPUPrimaryTierOffloadingManager,
     TieringOffloadingManager,
 )
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier.plugin_api.backend import Namespace
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.runtime import open_runtime
 from kvtier.settings.extra_config import read_settings
 from kvtier.vllm import KVTierOffloadingSpec
+from kvtier.vllm.memory.cpu_worker import CPUPlatformWorker
+from kvtier.vllm.memory.pages import HostLayout
 from kvtier.vllm.scheduler.manager import KVTierManager
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
 
 KVTIER: Final = "kvtier"
 VLLM: Final = "vllm"
@@ -197,3 +204,40 @@ def offloading_spec() -> SimpleNamespace:
             enable_kv_cache_events=True, self_describing_kv_events=False
         ),
     )
+
+
+class VLLMTieringOnCPUSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is untyped here
+    """vLLM's own tiering on the CPU platform, where vLLM has no worker: kvtier's does the copies.
+
+    Everything that is compared stays vLLM's: the manager, its tiers and the shared region. For a
+    single rank, without the canonical layout: what the benchmark runs.
+    """
+
+    _cpu_worker: OffloadingWorker | None = None
+
+    @override
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Map vLLM's region and return the worker that copies. Worker process, once."""
+        if self._cpu_worker is None:
+            region = SharedOffloadRegion(
+                engine_id=self.config.engine_id,
+                num_chunks=self.num_chunks,
+                rank=self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            rows = memoryview(region.base_tensor.numpy().data).cast("B")
+
+            def release() -> None:
+                rows.release()
+                region.cleanup()
+
+            layout = HostLayout(
+                slot_count=int(self.num_chunks),
+                row_bytes=int(self.kv_bytes_per_chunk),
+                blocks_per_chunk=int(self.blocks_per_chunk),
+                rank_offset=0,
+                rank_bytes=int(self.cpu_page_size_per_worker),
+            )
+            self._cpu_worker = CPUPlatformWorker(kv_caches, rows, layout, release=release)
+        return self._cpu_worker

@@ -277,7 +277,7 @@ def vllms_config(cpu_bytes: int, *tiers: Mapping[str, Any]) -> dict[str, Any]:
     inside = {"type": "KVTierSecondaryTier", "module_path": "kvtier.vllm"}
     return {
         "spec_name": "VLLMTieringOnCPUSpec",
-        "spec_module_path": "stress.bench.vllm_spec",
+        "spec_module_path": "stress.bench.sides",
         "cpu_bytes_to_use": cpu_bytes,
         "secondary_tiers": [{**inside, "tier": dict(tier)} for tier in tiers],
     }
