@@ -29,9 +29,9 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from kvtier.errors import Misuse, StoreFault
 from kvtier.plugin_api.sizes import read_bytes
 from kvtier.plugin_api.slot_memory import SlotMemory
-from kvtier.tools.bench.call_legs import KINDS, STORE
+from kvtier.tools.bench.call_legs import KINDS, LOAD, STORE
 from kvtier.tools.bench.percentile import percentile
-from kvtier.tools.bench.tier_command import block_sizes
+from kvtier.tools.bench.tier_command import block_sizes, shown_size
 from kvtier.tools.held_signals import HeldSignals
 from kvtier.tools.terminal import progress, table
 from stress.bench.disk_beside import FIO, LMCACHE, Fio, FioFailed, LMCacheSide, lmcache_version
@@ -94,9 +94,9 @@ WITHOUT_IO_S: Final = 1.0
 
 BESIDE_VLLM_MIN: Final = {
     (64 << 10, STORE): 4.0,
-    (64 << 10, "load"): 1.2,
+    (64 << 10, LOAD): 1.2,
     (1 << 20, STORE): 1.5,
-    (1 << 20, "load"): 1.0,
+    (1 << 20, LOAD): 1.0,
 }
 """How many times vLLM's GB/s is promised, by block size and kind."""
 
@@ -394,11 +394,3 @@ def _show_figures(size: Mapping[str, Any], rounds: int) -> None:
 
 def _cell(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def shown_size(count: int) -> str:
-    """Write a size as people do, without rounding it."""
-    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
-        if count % unit == 0:
-            return f"{count // unit} {name}"
-    return f"{count} bytes"

@@ -14,7 +14,6 @@ between two of its iterations is how long the tier's threads have kept it from i
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -36,6 +35,7 @@ from kvtier.hosts.process_host import TierProcess
 from kvtier.plugin_api.backend import BackendContext, Namespace, Outcome
 from kvtier.settings.extra_config import read_settings
 from kvtier.tools.bench.call_legs import LOAD, STORE
+from kvtier.tools.bench.plain_files import takes_direct
 from kvtier.tools.held_signals import HeldSignals
 from stress.bench.sides import KVTIER, VLLM, offloading_spec
 
@@ -85,12 +85,7 @@ class DiskSetup:
     @cached_property
     def takes_direct(self) -> bool:
         """Whether files in the folder can be opened with O_DIRECT."""
-        with tempfile.NamedTemporaryFile(dir=self.folder) as file:
-            try:
-                os.close(os.open(file.name, os.O_RDWR | os.O_DIRECT))
-            except OSError:
-                return False
-        return True
+        return takes_direct(str(self.folder))
 
 
 class DiskSide(ABC):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from kvtier.errors import Misuse
 from kvtier.settings.host_memory import SHARED_MEMORY_FOLDER
 from kvtier.tools.bench.about import about_machine
+from kvtier.tools.bench.tier_command import spread
 from kvtier.tools.terminal import check_can_write, write_json
 from kvtier.vllm.memory.region import sweep
 from stress.children import start_part
@@ -173,11 +174,6 @@ def ratio_cells(found: Mapping[str, Any]) -> list[str]:
     """Show a ratio, the range of those of the runs, its bar, and whether it is kept."""
     of_runs = spread(found["of_runs"], 2)
     return [f"{found['ratio']:.2f}", of_runs, found["bar"], yes_or_no(found["holds"])]
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    """Show the smallest and the largest."""
-    return f"{min(values):,.{digits}f}..{max(values):,.{digits}f}"
 
 
 def yes_or_no(holds: bool | None) -> str:  # noqa: FBT001 - a figure, not a switch

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime
 from kvtier.core.events import PRIMARY, EventKind
 from kvtier.errors import StoreFault
+from kvtier.tools.bench.tier_command import spread
 from kvtier.tools.terminal import progress, table
-from stress.bench.harness import PATH, RUNS, Option, Report, at_least_one, own_folder, spread
+from stress.bench.harness import PATH, RUNS, Option, Report, at_least_one, own_folder
 from stress.children import run_child
 
 if TYPE_CHECKING:

@@ -57,7 +57,7 @@ class PlainFiles(PlainClient):
     @override
     async def open(self, memory: memoryview) -> None:
         os.makedirs(self._files, mode=0o700)
-        self._flags = self._flags if _takes_direct(self._files) else 0
+        self._flags = self._flags if takes_direct(self._files) else 0
         self.library = f"{self.what}, {'O_DIRECT' if self._flags else 'page cache'}"
 
     @override
@@ -159,7 +159,8 @@ class PlainDisk(PlainFiles):
         return os.preadv(self._descriptor, [view], self._place_of[name])
 
 
-def _takes_direct(folder: str) -> bool:
+def takes_direct(folder: str) -> bool:
+    """Tell whether files in a folder can be opened with O_DIRECT."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         try:
             os.close(os.open(file.name, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT))

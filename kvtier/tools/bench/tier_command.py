@@ -96,7 +96,7 @@ def check_pages(block_bytes: int) -> None:
 
 def _measure(tier: TierConfig, block_bytes: int, options: TierBenchOptions) -> TierLegs:
     turns = options.rounds * sides_count(tier.type, options)
-    with progress(f"{tier.type}, blocks of {_size(block_bytes)}", turns) as shown:
+    with progress(f"{tier.type}, blocks of {shown_size(block_bytes)}", turns) as shown:
         try:
             return asyncio.run(measure(tier, block_bytes, options, shown.advance))
         except StoreFault as fault:
@@ -122,7 +122,7 @@ def _print_figures(
     notes = [
         ["calls", "how many at once, of how many blocks each; p50 and p99 are of one call"],
         ["ratio", f"to the client's best MB/s; at least {found[0][0].share_promised} is promised"],
-        ["bytes of a leg", f"{_size(options.leg_bytes)}, medians of {options.rounds} rounds"],
+        ["bytes of a leg", f"{shown_size(options.leg_bytes)}, medians of {options.rounds} rounds"],
         ["cores", f"{about_machine()['cores']}, shared with the server if it is on this machine"],
     ]
     notes += [
@@ -136,15 +136,15 @@ def _print_figures(
 def _row(size: int, each: CallFigures) -> list[str]:
     side = each.side if not each.is_client else each.side.rpartition(",")[0]
     return [
-        f"{_size(size)} {each.kind}: {side}",
+        f"{shown_size(size)} {each.kind}: {side}",
         f"{each.calls_at_once} of {each.blocks_a_call}",
         f"{each.median_mb_per_s:,.0f}",
-        _range(each.mb_per_s, 0),
+        spread(each.mb_per_s, 0),
         f"{each.call_p50_ms:.1f}",
         f"{each.call_p99_ms:.1f}",
         f"{statistics.median(each.cpu_s_per_gb):.2f}",
         f"{each.median_ratio:.2f}" if not each.is_client else "",
-        _range(each.ratios, 2) if not each.is_client else "",
+        spread(each.ratios, 2) if not each.is_client else "",
         "" if each.holds is None else "yes" if each.holds else "NO",
     ]
 
@@ -163,11 +163,13 @@ def _to_json(
     return {"type": tier.type, "sizes": sizes}
 
 
-def _range(values: Sequence[float], digits: int) -> str:
+def spread(values: Sequence[float], digits: int) -> str:
+    """Show the smallest and the largest."""
     return f"{min(values):,.{digits}f}..{max(values):,.{digits}f}"
 
 
-def _size(count: int) -> str:
+def shown_size(count: int) -> str:
+    """Write a size as people do, without rounding it."""
     if count % (1 << 20) == 0:
         return f"{count >> 20} MiB"
     return f"{count >> 10} KiB" if count % (1 << 10) == 0 else f"{count} bytes"
