@@ -277,22 +277,17 @@ def fault_server(objects_max: int | None = None) -> Iterator[tuple[FaultServer, 
         server.server_close()
 
 
-def _told(server: FaultServer, words: list[str]) -> None:
-    """Have exactly these faults: ``FAULT:METHODS``, or ``expired:KEY``."""
-    server.behave()
-    server.expired.clear()
-    for word in words:
-        name, _, of = word.partition(":")
-        if name == "expired":
-            server.expired.add(of)
-        else:
-            server.misbehave(Fault[name], of)
-
-
 def main(job: dict[str, int]) -> Iterator[int | None]:
     """Be one beside a soak: give its port, then have the faults of each order."""
     with fault_server(job["objects_max"]) as (running, address):
         yield int(address.rpartition(":")[2])
         for line in sys.stdin:
-            _told(running, json.loads(line)["faults"])
+            running.behave()
+            running.expired.clear()
+            for word in json.loads(line)["faults"]:  # ``FAULT:METHODS``, or ``expired:KEY``
+                name, _, of = word.partition(":")
+                if name == "expired":
+                    running.expired.add(of)
+                else:
+                    running.misbehave(Fault[name], of)
             yield None

@@ -82,16 +82,9 @@ def block_sizes(text: str) -> list[int]:
     if not sizes:
         raise Misuse("--block-bytes names no size. Give one at least, e.g. 64KiB.")
     for size in sizes:
-        check_pages(size)
+        if size < PAGE_BYTES or size % PAGE_BYTES:
+            raise Misuse(f"--block-bytes {size} must be a multiple of {PAGE_BYTES}, for O_DIRECT.")
     return sizes
-
-
-def check_pages(block_bytes: int) -> None:
-    """Raise ``Misuse`` for blocks that are no whole pages."""
-    if block_bytes < PAGE_BYTES or block_bytes % PAGE_BYTES:
-        raise Misuse(
-            f"--block-bytes {block_bytes} must be a multiple of {PAGE_BYTES}, for O_DIRECT."
-        )
 
 
 def _measure(tier: TierConfig, block_bytes: int, options: TierBenchOptions) -> TierLegs:
