@@ -52,7 +52,6 @@ def replaced(model: str, folder: str) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.long  # ten seconds; test_adapters.py and the rig find what is wrong
 @pytest.mark.one_release
 def test_a_replaced_adapter_finds_nothing_of_the_old_one(
     llama: Path, tmp_path: Path, log_folder: Path

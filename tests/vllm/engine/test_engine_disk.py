@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 
@@ -62,6 +63,7 @@ def second_engine(model: str, path: str, notes: str) -> dict[str, Any]:
     except Exception as refused:  # noqa: BLE001 - whatever vLLM makes of it
         told["refusal"] = str(refused)
     ensure_kv_transfer_shutdown()  # vLLM keeps the worker's side of a start that failed
+    patch("kvtier.hosts.process_host.RESTART_PAUSE_S_MAX", 0.5).start()  # between two tries
     with engine(model, config_of(path, on_unusable="skip")) as running:
         told["without"] = play_round(running, prompts_of(LENGTHS))
         running.empty_dram()  # what it has computed itself is forgotten
