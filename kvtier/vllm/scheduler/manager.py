@@ -406,7 +406,9 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         """
         now, running = time.monotonic(), self.requests.running
         self._steps.on_step_end(now, running)
-        spins = bool(self._tiers) and not running and now - self._last_step < SPIN_S
+        if not self._tiers:
+            return
+        spins = not running and now - self._last_step < SPIN_S
         if spins and self.facade.has_pending_work():
             time.sleep(SPIN_YIELD_S)
             now = time.monotonic()

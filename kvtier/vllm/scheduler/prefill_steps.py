@@ -130,6 +130,11 @@ class PrefillSteps:
 
     def on_step_end(self, now: float, others: int) -> None:
         """Report a step. ``others``: running requests, except those that wait for lookups."""
+        if self._quiet > LAG_MAX and not (self._tokens or self._begun[0]):  # most only decode
+            self._began = now
+            self._busy_until = None
+            self._was_busy = others > self._loading
+            return
         tokens, attention = self._tokens, self._attention
         self._tokens = self._attention = 0
         if self._offers_first:
