@@ -164,6 +164,11 @@ class SchedulerFacade:
         """
         return self._primary.decisions.wants_places
 
+    @property
+    def decides_by_speed(self) -> bool:
+        """Whether the engine's speed, once it is known, decides what requests load."""
+        return self._primary.decisions.decides
+
     def on_step_computed(self, tokens: int, attention: int, seconds: float | None) -> None:
         """Report the prompt tokens that a step computed, so that the engine's speed is learnt.
 

@@ -24,6 +24,7 @@ class Engine:
         self.steps = PrefillSteps(
             CHUNK,
             lambda *step: self.told.append(step),
+            is_decided_by=True,
             offers_first=offers_first,
         )
         self.keys = [bytes([number]) for number in range(12)]

@@ -88,7 +88,8 @@ class LoadDecisions:
         self._log = log
         self._names = [tier.name for tier in config.tiers]
         self._wait_timeout_s = config.wait_timeout_s
-        self._decides = config.load_policy == "auto" and bool(config.tiers)
+        #: whether requests may compute what tiers have, once the engine's speed is known
+        self.decides = config.load_policy == "auto" and bool(config.tiers)
         self._speed = PrefillSpeed(config.prefill_tokens_per_s)
         self._queue = PrefillBacklog()
         self._costs: dict[int, LoadCost | None] = {}
@@ -102,7 +103,7 @@ class LoadDecisions:
     @property
     def wants_places(self) -> bool:
         """Whether there is anything to decide now, so that lookups should pass their place."""
-        return self._decides and self._speed.rates is not None
+        return self.decides and self._speed.rates is not None
 
     def _cost_learned(self, message: m.LoadCostLearned) -> None:
         self._costs[message.tier] = message.cost
@@ -186,7 +187,7 @@ class LoadDecisions:
 
     def _estimates(self, request: Request, now: float) -> Estimates | None:
         """Return what a decision for ``request`` is based on; None: nothing is to be decided."""
-        rates = self._speed.rates if self._decides else None
+        rates = self._speed.rates if self.decides else None
         if rates is None:
             return None
         if self._directory.is_apart(request.search.request):

@@ -370,12 +370,14 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         scheduled = [*context.new_req_ids, *self._loading]
         if scheduled or context.preempted_req_ids:  # most steps only decode
             self._note_decided([*scheduled, *(context.preempted_req_ids or ())])
+            self._steps.on_scheduled()
         if self._several_groups:
             self._group_lookups.reserve(self.requests.is_undecided)
         self._resumed.end_step(self.requests.runs_of(scheduled) if scheduled else ())
         self._reset_step()
         self.facade.step_end()
-        self._end_step()
+        if self._tiers or self._steps.is_awake:
+            self._end_step()
         if not self._unlinked:
             self._unlinked = self._region.try_unlink()
         if self._flush_steps_left:
@@ -405,7 +407,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         thread needs it. A step that computes usually takes longer than ``SPIN_S``.
         """
         now, running = time.monotonic(), self.requests.running
-        self._steps.on_step_end(now, running)
+        if self._steps.is_awake:
+            self._steps.on_step_end(now, running)
         if not self._tiers:
             return
         spins = not running and now - self._last_step < SPIN_S

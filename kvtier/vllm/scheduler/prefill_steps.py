@@ -17,7 +17,7 @@ scheduling is determined by ``kvtier/engine/decide/prefill_speed.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtier.core.messages import TokenPlace
 from kvtier.engine.decide.prefill_speed import LAG_MAX
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from kvtier.engine.facade import SchedulerFacade
+
+
+WINDOW: Final = 4
+EVERY: Final = 16
+"""Where nothing is decided by the engine's speed, so many of so many steps that compute prompts are
+reported: to learn from one takes as long as several lookups."""
 
 
 class Prompt:
@@ -48,12 +54,17 @@ class PrefillSteps:
         chunk_tokens: int,
         tell: Callable[[int, int, float | None], None],
         *,
+        is_decided_by: bool,
         offers_first: bool,
     ) -> None:
         """``chunk_tokens``: the tokens that a key covers, if there is one KV-cache group.
 
+        ``is_decided_by``: whether the engine's speed decides what is loaded.
         ``offers_first``: whether vLLM offers a step's chunks before it calls ``on_schedule_end``.
         """
+        self._reports_all = is_decided_by
+        self._computing = 0  # steps that computed prompts
+        self._is_gap = False  # since the step that was reported last
         self._offers_first = offers_first
         self._begun = (0, 0)  # computed by the step that has begun
         self._chunk_tokens = chunk_tokens
@@ -71,6 +82,7 @@ class PrefillSteps:
         return cls(
             chunk_tokens,
             facade.on_step_computed,
+            is_decided_by=facade.decides_by_speed,
             offers_first=OFFERS_BEFORE_STEP_ENDS,
         )
 
@@ -128,24 +140,40 @@ class PrefillSteps:
         if others <= self._loading and self._was_busy and self._busy_until is None:
             self._busy_until = now
 
+    @property
+    def is_awake(self) -> bool:
+        """Whether the end of this step is to be noted: one of the last may have computed a prompt."""
+        return self._quiet <= LAG_MAX or self._tokens > 0
+
+    def on_scheduled(self) -> None:
+        """Note that requests begin in this step."""
+        self._quiet = 0
+
     def on_step_end(self, now: float, others: int) -> None:
         """Report a step. ``others``: running requests, except those that wait for lookups."""
-        if self._quiet > LAG_MAX and not (self._tokens or self._begun[0]):  # most only decode
-            self._began = now
-            self._busy_until = None
-            self._was_busy = others > self._loading
-            return
         tokens, attention = self._tokens, self._attention
         self._tokens = self._attention = 0
         if self._offers_first:
             (tokens, attention), self._begun = self._begun, (tokens, attention)
         self._quiet = 0 if tokens else self._quiet + 1
-        if self._quiet <= LAG_MAX:
+        if self._quiet <= LAG_MAX and self._is_reported(tokens):
             until = now if self._busy_until is None else self._busy_until
-            self._tell(tokens, attention, until - self._began if self._was_busy else None)
+            is_timed = self._was_busy and not self._is_gap
+            self._is_gap = False
+            self._tell(tokens, attention, until - self._began if is_timed else None)
         self._began = now
         self._busy_until = None
         self._was_busy = others > self._loading
+
+    def _is_reported(self, tokens: int) -> bool:
+        """Return whether this step is one to learn from."""
+        if self._reports_all:
+            return True
+        self._computing += tokens > 0
+        if self._computing % EVERY < WINDOW:
+            return True
+        self._is_gap = True
+        return False
 
 
 def _last(keys: Collection[bytes]) -> bytes:
