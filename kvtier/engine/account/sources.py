@@ -31,13 +31,8 @@ class Account:
         self.misses: list[dict[AbsenceReason, int]] = [{} for _ in self.counts]
         self.absent_seconds: Observed[tuple[int, float]] = Observed()  #: source, age of an eviction
         self.wait_seconds: Observed[float] = Observed()  #: of requests that waited for tiers
-        self.now = 0.0  #: as of this step
         self._absences = Absences(slot_count)
         self._unread: dict[Key, int] = {}  # promoted, and not read by a request yet
-
-    def pass_time(self, now: float) -> None:
-        """Set the time of this step."""
-        self.now = now
 
     # --- loads ---
 
@@ -74,13 +69,13 @@ class Account:
         """Note that a tier has delivered blocks."""
         self._unread.update(dict.fromkeys(keys, tier))
 
-    def on_wait_ended(self, since: float) -> None:
-        """Note that a request goes on that has waited for tiers since then."""
-        self.wait_seconds.add(max(0.0, self.now - since))
+    def on_wait_ended(self, seconds: float) -> None:
+        """Note that a request goes on that has waited for tiers for so long."""
+        self.wait_seconds.add(seconds)
 
     # --- blocks that go ---
 
-    def on_evicted(self, keys: Sequence[Key]) -> None:
+    def on_evicted(self, keys: Sequence[Key], now: float) -> None:
         """Note that blocks leave the primary tier."""
         unread = self._unread
         if unread and not unread.keys().isdisjoint(keys):
@@ -88,11 +83,11 @@ class Account:
                 tier = unread.pop(key, None)
                 if tier is not None:
                     self.counts[1 + tier].wasted_blocks += 1
-        self._absences.add(keys, PRIMARY, "evicted", self.now)
+        self._absences.add(keys, PRIMARY, "evicted", now)
 
-    def on_gone(self, keys: Sequence[Key], tier: int, reason: AbsenceReason) -> None:
+    def on_gone(self, keys: Sequence[Key], tier: int, reason: AbsenceReason, now: float) -> None:
         """Note that a tier has lost blocks, failed to deliver them, or did not take them."""
-        self._absences.add(keys, 1 + tier, reason, self.now)
+        self._absences.add(keys, 1 + tier, reason, now)
 
     def reset(self) -> None:
         """Forget all blocks: a new epoch begins."""
@@ -101,7 +96,7 @@ class Account:
 
     # --- misses ---
 
-    def on_miss(self, key: Key, known: tuple[int, AbsenceReason] | None) -> None:
+    def on_miss(self, key: Key, known: tuple[int, AbsenceReason] | None, now: float) -> None:
         """Note the first block that a request does not get. ``known``: source and reason."""
         absence = None if known is not None else self._absences.of(key)
         if absence is None:
@@ -110,6 +105,6 @@ class Account:
         else:
             source, reason, since, weight = absence
             if reason == "evicted":
-                self.absent_seconds.add((source, max(0.0, self.now - since)))
+                self.absent_seconds.add((source, max(0.0, now - since)))
         counts = self.misses[source]
         counts[reason] = counts.get(reason, 0) + weight

@@ -84,8 +84,9 @@ class LoadCompletions:
                 (damaged if outcome is Outcome.DAMAGED else failed).append(key)
         self._account.on_arrived(arrived[0], message.tier)
         if damaged or failed:
-            self._account.on_gone(damaged, message.tier, "damaged")
-            self._account.on_gone(failed, message.tier, "load_failed")
+            now = self._promotions.now
+            self._account.on_gone(damaged, message.tier, "damaged", now)
+            self._account.on_gone(failed, message.tier, "load_failed", now)
             self._not_filled([*damaged, *failed])
         self._slots.fill(arrived[1], self._slots.tier_fills)
         self._became_ready(*arrived, request_id, 0)
@@ -96,7 +97,8 @@ class LoadCompletions:
         for key, slot in zip(message.keys, message.slots, strict=True):
             self._directory.failed(key, self._promotions.on_lost(key, slot), message.tier)
             self._slots.quarantine(slot, 1)
-        self._account.on_gone(message.keys, message.tier, "load_failed")
+        now = self._promotions.now
+        self._account.on_gone(message.keys, message.tier, "load_failed", now)
         self._not_filled(message.keys)
 
     def _withdrawn(self, message: m.PromotionWithdrawn) -> None:

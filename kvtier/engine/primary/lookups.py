@@ -115,7 +115,7 @@ class Lookups:
         """Note that a request goes on, whatever tiers do."""
         since = request.end_wait()
         if since is not None:
-            self.account.on_wait_ended(since)
+            self.account.on_wait_ended(max(0.0, self._promotions.now - since))
 
     def miss(
         self, key: Key, request: Request, why: tuple[int, AbsenceReason] | None = None
@@ -125,7 +125,8 @@ class Lookups:
         ``why``: the source and the reason, if known.
         """
         if request.mark_missed():
-            self.account.on_miss(key, why or self.directory.absence_of(key, request.search))
+            why = why or self.directory.absence_of(key, request.search)
+            self.account.on_miss(key, why, self._promotions.now)
 
     def count_of(self, request_id: RequestId) -> None:
         """Add a request's lookups to the counts, if it runs."""
@@ -155,7 +156,8 @@ class Lookups:
         search = request.search
         tier = self._find(key, search) if search.tiers else NOWHERE
         if tier == NOWHERE:
-            self.miss(key, request)
+            if not request.was_missed:  # in line: this is done for each key
+                self.miss(key, request)
             self.reply(ABSENT)
             return
         state = self._go_on(tier, key, request)
@@ -236,7 +238,7 @@ class Lookups:
         """
         if tier == NOWHERE:
             return ABSENT
-        request.wait_for_tiers(self.account.now)
+        request.wait_for_tiers(self._promotions.now)
         if tier == ASKING:
             return BlockState.PROBING
         if request.room_wanted and self._promotions.lets_wait(request):

@@ -135,7 +135,7 @@ class PrimaryTier(Actor):
             wire.PolicyReturned: self._new_policy,
             m.TierIsRequestScoped: self.request_tiers.mark_request_scoped,
             m.CascadeWanted: self._cascade_wanted,
-            m.NotAdmitted: lambda x: self.account.on_gone(x.keys, x.tier, "not_admitted"),
+            m.NotAdmitted: self._not_admitted,
             m.CascadeEnded: self._cascade_ended,
             m.CascadeDeferred: self._cascade_deferred,
             m.StoresWanted: self._stores_wanted,
@@ -193,7 +193,7 @@ class PrimaryTier(Actor):
     def _evicted(self, keys: Sequence[Key]) -> None:
         if keys:
             self.counts.evictions += len(keys)
-            self.account.on_evicted(keys)
+            self.account.on_evicted(keys, self.promotions.now)
             self._cascades.leave(keys)
             self._events.add(EventKind.REMOVED, keys)
 
@@ -356,6 +356,9 @@ class PrimaryTier(Actor):
         for keys, slots in list(batches.values())[:1]:
             self._unhold(keys, slots)  # those that were deferred
 
+    def _not_admitted(self, message: m.NotAdmitted) -> None:
+        self.account.on_gone(message.keys, message.tier, "not_admitted", self.promotions.now)
+
     def _cascade_wanted(self, message: m.CascadeWanted) -> None:
         batches = self._cascades.of_wanted(message.tier, message.keys)
         self._hold_and_cascade(batches, message.request)
@@ -473,7 +476,6 @@ class PrimaryTier(Actor):
 
     def _pass_time(self, now: float) -> None:
         self.promotions.pass_time(now)
-        self.account.pass_time(now)
         if now - self._policy_time >= POLICY_TIME_S:
             self._policy_time = now
             for policy in self._policies:
@@ -513,7 +515,8 @@ class PrimaryTier(Actor):
         if message.since == self._since:
             self._directory.learn(message.tier, message.added, message.removed)
             if message.removed:
-                self.account.on_gone(message.removed, message.tier, "evicted")
+                now = self.promotions.now
+                self.account.on_gone(message.removed, message.tier, "evicted", now)
 
     def _link_failed(self, message: m.LinkFailed) -> None:
         """Give up all fills from the tier; its release of the slots will never be reported."""

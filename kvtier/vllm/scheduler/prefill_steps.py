@@ -142,7 +142,7 @@ class PrefillSteps:
 
     @property
     def is_awake(self) -> bool:
-        """Whether the end of this step is to be noted: one of the last may have computed a prompt."""
+        """Whether to note the end of this step: one of the last may have computed a prompt."""
         return self._quiet <= LAG_MAX or self._tokens > 0
 
     def on_scheduled(self) -> None:
