@@ -63,6 +63,8 @@ class PrefillSteps:
         ``offers_first``: whether vLLM offers a step's chunks before it calls ``on_schedule_end``.
         """
         self._reports_all = is_decided_by
+        #: whether the end of this step is to be noted: one of the last may have computed a prompt
+        self.is_awake = True
         self._computing = 0  # steps that computed prompts
         self._is_gap = False  # since the step that was reported last
         self._offers_first = offers_first
@@ -132,6 +134,7 @@ class PrefillSteps:
         if end <= before:
             return
         prompt.computed = end
+        self.is_awake = True
         self._tokens += end - before
         self._attention += end * end - before * before
 
@@ -140,14 +143,10 @@ class PrefillSteps:
         if others <= self._loading and self._was_busy and self._busy_until is None:
             self._busy_until = now
 
-    @property
-    def is_awake(self) -> bool:
-        """Whether to note the end of this step: one of the last may have computed a prompt."""
-        return self._quiet <= LAG_MAX or self._tokens > 0
-
     def on_scheduled(self) -> None:
         """Note that requests begin in this step."""
         self._quiet = 0
+        self.is_awake = True
 
     def on_step_end(self, now: float, others: int) -> None:
         """Report a step. ``others``: running requests, except those that wait for lookups."""
@@ -161,6 +160,7 @@ class PrefillSteps:
             is_timed = self._was_busy and not self._is_gap
             self._is_gap = False
             self._tell(tokens, attention, until - self._began if is_timed else None)
+        self.is_awake = self._quiet <= LAG_MAX
         self._began = now
         self._busy_until = None
         self._was_busy = others > self._loading
