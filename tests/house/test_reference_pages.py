@@ -204,6 +204,26 @@ def test_the_tables_of_options_are_those_that_the_code_makes() -> None:
         assert maker.made(text) == text, f"{page} is stale: run python docs/write_reference.py"
 
 
+def test_each_promise_is_proven_in_one_layer_and_its_page_says_where() -> None:
+    maker = hook("write_promises")
+    page = maker.PAGE.read_text()
+    promised = re.findall(
+        r"^\| (\d+) \|", page.partition("## Which test shows it")[0], re.MULTILINE
+    )
+    proofs = maker.proofs()
+    assert sorted(proofs) == [int(each) for each in promised]
+    assert not {number: [*layers] for number, layers in proofs.items() if len(layers) > 1}
+    assert maker.made(page) == page, "it is stale: run python docs/write_promises.py"
+
+
+def test_each_proof_in_the_model_is_asked_for() -> None:
+    """An invariant always is; nobody would miss the call of another check."""
+    model = "".join(path.read_text() for path in ROOT.glob("tests/model/*.py"))
+    called = re.findall(r"(?<!@invariant\(\)\n)^ *def (p\d+_\w+)", model, re.MULTILINE)
+    assert called
+    assert not [name for name in called if model.count(f"{name}(") < 2]
+
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

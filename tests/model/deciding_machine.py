@@ -114,7 +114,7 @@ class KVTierDecidingSpec(KVTierSpec):
             world.facade.survey(key, request.name)
         self._reserve_prefix(request, groups, 0)
 
-    def _promotion_began(self, request: Request, key: Key) -> None:
-        super()._promotion_began(request, key)
+    def p11_only_a_contiguous_prefix_is_promoted(self, request: Request, key: Key) -> None:
+        super().p11_only_a_contiguous_prefix_is_promoted(request, key)
         declined = self.world.primary.audit().directory.declined
         assert key not in declined[request.name], f"{key!r} is promoted for one that declined it"

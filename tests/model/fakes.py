@@ -253,7 +253,7 @@ class FakeDevice:
         if isinstance(batch, d.ProbeBatch):
             return Outcome.DONE if key in self.blocks else Outcome.ABSENT
         if isinstance(batch, d.StoreBatch):
-            return self._stored(batch, number, key)
+            return self.p14_what_a_tier_stores_was_committed(batch, number, key)
         self.taken.discard(key)  # now the tier knows
         held = self.blocks.get(key)
         if held is None:
@@ -271,7 +271,10 @@ class FakeDevice:
         is_bounded = isinstance(actor, BoundedTier)
         return not is_bounded or key in self.blocks or len(self.blocks) < actor.audit().capacity
 
-    def _stored(self, batch: d.StoreBatch, number: int, key: Key) -> Outcome:
+    def p14_what_a_tier_stores_was_committed(
+        self, batch: d.StoreBatch, number: int, key: Key
+    ) -> Outcome:
+        """By its name: in the generation that it is stored for."""
         work = self.work_of(batch)
         data = bytes(work.buffers[number])
         assert data in self.world.committed[key], f"a tier was given {data!r} for {key!r}"

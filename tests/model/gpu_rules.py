@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from fakes import GpuLoad, GpuStore
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -27,6 +28,7 @@ class GpuRules(LookupRules):
 
     # --- GPU loads ---
 
+    @pytest.mark.promise(5)
     @precondition(lambda self: any(each.hits for each in self.world.requests.values()))
     @rule(which=PICKS, count=st.integers(1, 4), schedule=SCHEDULES)
     def a_hit_means_that_prepare_load_in_the_same_step_succeeds(
@@ -71,6 +73,7 @@ class GpuRules(LookupRules):
 
     # --- GPU stores ---
 
+    @pytest.mark.promise(12)
     @precondition(lambda self: self.world.requests)
     @rule(
         which=PICKS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from rules import PICKS, SCHEDULES, is_due, pick
@@ -97,7 +98,7 @@ class LookupRules(TierRules):
         refused = world.primary.counts.promotions_refused
         self._look_up_prefix(request, count, schedule)
         if world.primary.counts.promotions_refused > refused and not schedule:
-            self._assert_full()
+            self.p11_room_is_used_up_to_the_reserve()
 
     @precondition(lambda self: self.world.requests)
     @rule(which=PICKS, index=PICKS, schedule=SCHEDULES)
@@ -107,6 +108,7 @@ class LookupRules(TierRules):
         self.world.in_order(schedule)
         self._look_up(request, pick(request.path, index), schedule)
 
+    @pytest.mark.promise(17)
     @precondition(lambda self: self.world.requests)
     @rule(which=PICKS, window=st.sampled_from([None, 1, 2]), schedule=SCHEDULES)
     def a_prefix_of_all_groups_is_reserved(
@@ -190,7 +192,7 @@ class LookupRules(TierRules):
         state = world.facade.lookup_state(key, request.name)
         self._note_answer(request, key, before, state)
         if world.primary.counts.promotions_refused > refused and not schedule:
-            self._assert_full()
+            self.p11_room_is_used_up_to_the_reserve()
         return state
 
     def _note_answer(
@@ -206,9 +208,9 @@ class LookupRules(TierRules):
         elif state is BlockState.PROBING:
             request.behind.setdefault(key[-4:], key)
         elif state is BlockState.FILLING and before in {BlockState.ABSENT, BlockState.PROBING}:
-            self._promotion_began(request, key)
+            self.p11_only_a_contiguous_prefix_is_promoted(request, key)
 
-    def _promotion_began(self, request: Request, key: Key) -> None:
+    def p11_only_a_contiguous_prefix_is_promoted(self, request: Request, key: Key) -> None:
         """Only a contiguous prefix is promoted, and the promoted block is leased."""
         world = self.world
         gap = request.behind.get(key[-4:])
@@ -226,7 +228,7 @@ class LookupRules(TierRules):
         world.leases[key] = (request.name, until)
         world.lease_until[request.name] = until
 
-    def _assert_full(self, excluded: Sequence[Key] = ()) -> None:
+    def p11_room_is_used_up_to_the_reserve(self, excluded: Sequence[Key] = ()) -> None:
         """A promotion is refused only to keep the reserve, or where nothing can be evicted."""
         world = self.world
         most = world.slots.count - world.config.store_reserve_slots

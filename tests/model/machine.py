@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from promises import (
     Promises,
-    assert_p10_at_rest,
     assert_tiers_count_what_their_backends_have,
     is_running,
+    p10_at_rest_nothing_is_pinned_or_quarantined,
 )
 from rules import is_due
 from world import KEYS, PATHS, Shape, TierShape, World
@@ -100,12 +100,12 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
             self.tiers_do_all_they_were_asked()
         world.cell.settle()
         assert world.facade.get_finished() == 0 or world.broken_links
-        assert_p10_at_rest(world)
+        p10_at_rest_nothing_is_pinned_or_quarantined(world)
         assert_tiers_count_what_their_backends_have(world)
-        self._assert_a_healthy_tier_gets_what_was_deferred()
+        self.p12_a_healthy_tier_gets_what_was_deferred()
         self._assert_a_healthy_tier_serves_within_two_steps()
 
-    def _assert_a_healthy_tier_gets_what_was_deferred(self) -> None:
+    def p12_a_healthy_tier_gets_what_was_deferred(self) -> None:
         """What is still in host memory; or it is known to be lost."""
         world = self.world
         refused = [link.counts.stores_rejected + link.counts.failed for link in world.links]
@@ -168,7 +168,7 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
         self.a_step_ends(0.01, b"")
         self.a_request_finishes(len(world.requests) - 1, True, b"")
 
-    def _none_ends(self) -> None:
+    def p6_each_lookup_ends_though_all_tiers_hang(self) -> None:
         """If all tiers hang from now on, each lookup still ends with True or False."""
         world = self.world
         world.in_order(b"")
@@ -195,5 +195,5 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
         """End each run with tiers that hang, then at rest."""
         if not is_running(self) or sys.exc_info()[0] is not None:
             return
-        self._none_ends()
+        self.p6_each_lookup_ends_though_all_tiers_hang()
         self._rest()

@@ -50,7 +50,7 @@ class Movements:
             if held.mailbox is mailbox:
                 self._of[tier].sent(message, world.links[tier].audit())
                 if not self._is_withdrawing():
-                    self._assert_somebody_waits(message)
+                    self.p20_what_nobody_waits_for_is_not_sent(message)
 
     def p18_nothing_is_sent_to_a_tier_behind_a_hole(
         self, mailbox: TestMailbox, message: m.Cascade
@@ -75,7 +75,7 @@ class Movements:
         waiting = self._world.cell.waiting()
         return any(isinstance(each, on_its_way) for box in waiting for each in box.waiting)
 
-    def _assert_somebody_waits(self, message: Message) -> None:
+    def p20_what_nobody_waits_for_is_not_sent(self, message: Message) -> None:
         world = self._world
         if isinstance(message, wire.LoadJob):
             name = message.request
@@ -120,8 +120,10 @@ class Movements:
                 self._of[tier].fenced()
             if isinstance(message, wire.Tick):
                 seen = link.audit()
-                self._of[tier].assert_late(self._watched - _all_watched(seen), seen)
-                self._of[tier].assert_what_hangs_is_noticed(seen)
+                self._of[tier].p19_a_tier_that_moves_is_not_late(
+                    self._watched - _all_watched(seen), seen
+                )
+                self._of[tier].p19_what_hangs_is_noticed(seen)
 
     def _observe_primary(self, message: Message) -> None:
         if isinstance(message, m.PromotionEnded | m.PromotionAbandoned | m.PromotionWithdrawn):
@@ -132,11 +134,14 @@ class Movements:
                 is_there = seen.directory.known.get(key, 0) >> message.tier & 1
                 assert is_there or key in seen.holes[message.tier], f"{key!r} is forgotten"
         if isinstance(message, m.PromotionLate):
-            for key, outcome in zip(message.keys, message.outcomes, strict=True):
-                is_of_use = outcome is Outcome.DONE and message.epoch == self._world.epoch
-                is_of_use = is_of_use and not self._world.primary.audit().makes_room
-                is_here = self._world.primary.slot_of(key) is not None
-                assert not is_of_use or is_here, f"{key!r} has arrived, and is thrown away"
+            self.p20_what_arrives_late_and_sound_is_kept(message)
+
+    def p20_what_arrives_late_and_sound_is_kept(self, message: m.PromotionLate) -> None:
+        for key, outcome in zip(message.keys, message.outcomes, strict=True):
+            is_of_use = outcome is Outcome.DONE and message.epoch == self._world.epoch
+            is_of_use = is_of_use and not self._world.primary.audit().makes_room
+            is_here = self._world.primary.slot_of(key) is not None
+            assert not is_of_use or is_here, f"{key!r} has arrived, and is thrown away"
 
 
 def _all_watched(seen: LinkAudit) -> frozenset[int]:
@@ -213,13 +218,13 @@ class Movement:
 
     # --- promises ---
 
-    def assert_what_hangs_is_noticed(self, seen: LinkAudit) -> None:
+    def p19_what_hangs_is_noticed(self, seen: LinkAudit) -> None:
         """Nothing is waited for at a tier that does nothing any more."""
         for work, watched in seen.watched.items():
             idle_s = self._given(seen) - self._moved[work]
             assert not watched or idle_s < SLOWER_MAX * self.limits[work], (work, watched, idle_s)
 
-    def assert_late(self, numbers: Iterable[int], seen: LinkAudit) -> None:
+    def p19_a_tier_that_moves_is_not_late(self, numbers: Iterable[int], seen: LinkAudit) -> None:
         """Whatever is called late was overtaken, or nothing of its kind has moved."""
         for number in numbers:
             job = seen.jobs.get(number)

@@ -206,11 +206,11 @@ class Promises:
             assert slot is not None, f"{key!r} is leased and gone"
             assert slot in world.slots.leased, f"{key!r} is leased, and its slot is not"
 
-    # --- 13 ---
+    # --- counters ---
 
     @precondition(is_running)
     @invariant()
-    def p13_counters_only_grow(self) -> None:
+    def counters_only_grow(self) -> None:
         world = self.world
         now = world.facade.statistics().counters()
         assert now.keys() >= world.counters.keys()
@@ -222,7 +222,7 @@ class Promises:
 
     @precondition(is_running)
     @invariant()
-    def p13_a_key_counts_once_for_a_request_as_a_hit_or_as_a_miss(self) -> None:
+    def a_key_counts_once_for_a_request_as_a_hit_or_as_a_miss(self) -> None:
         world = self.world
         now = world.primary.audit().looked_up
         for name, seen in now.items():
@@ -246,9 +246,6 @@ class Promises:
             assert request not in waiting, f"{request} was scheduled and is waited for"
 
     # --- 14 ---
-
-    # That nothing from before a reset becomes READY stands in ``World._became_ready``, and that
-    # nothing is stored for other weights than it was computed with, in ``FakeDevice._stored``.
 
     @precondition(is_running)
     @invariant()
@@ -396,7 +393,7 @@ def assert_tiers_count_what_their_backends_have(world: World) -> None:
             assert counted <= there, f"{tier.name} has lost {counted - there}"
 
 
-def assert_p10_at_rest(world: World) -> None:
+def p10_at_rest_nothing_is_pinned_or_quarantined(world: World) -> None:
     """At rest every pin is 0, nothing is quarantined, and free + ready = capacity."""
     slots = world.slots
     # A link that broke is our own fault, not a tier's: what it knew is lost, with its slots.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from fakes import GpuStore
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -47,6 +48,7 @@ class TimeRules(Rules):
             if state is BlockState.PROBING or from_tier:
                 world.pending_since.setdefault(key, world.now)
 
+    @pytest.mark.promise(7)
     @is_due("reset", 15)
     @rule(schedule=SCHEDULES, weights=st.sampled_from([None, None, "a", "b"]))
     def a_reset_forgets_everything_and_waits_for_nobody(

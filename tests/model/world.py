@@ -354,7 +354,7 @@ class World:
     def observe(self, actor: Actor, message: Message) -> None:
         """Check what must hold after every single delivery."""
         if actor is self.primary:
-            self._take_end(message)
+            self.p8_every_job_gets_exactly_one_completion(message)
             if isinstance(message, m.Reset):
                 self.epoch += 1
                 self.mark = self.mark if message.mark is None else message.mark
@@ -367,7 +367,7 @@ class World:
                 if actor is disk.tier.driver.actor:
                     disk.take(message)
 
-    def _take_end(self, message: Message) -> None:
+    def p8_every_job_gets_exactly_one_completion(self, message: Message) -> None:
         """Every job gets exactly one completion, and every slot of it is in it."""
         if isinstance(message, m.PromotionEnded | m.PromotionAbandoned | m.PromotionWithdrawn):
             for slot in message.slots:
@@ -401,14 +401,14 @@ class World:
             if before is BlockState.FILLING or before is BlockState.PROBING:
                 self.pending_since.pop(key, None)
             if after is BlockState.READY:
-                self._became_ready(key)
+                self.p14_what_becomes_ready_was_committed(key)
             elif before is BlockState.READY:
                 self._left(key, message)
             elif after is BlockState.ABSENT:
                 self.leases.pop(key, None)
 
-    def _became_ready(self, key: Key) -> None:
-        """READY bytes are bytes that somebody committed for the key, whole."""
+    def p14_what_becomes_ready_was_committed(self, key: Key) -> None:
+        """READY bytes are what somebody committed for the key, whole and since the last reset."""
         slot = self.primary.slot_of(key)
         assert slot is not None
         data = bytes(self.memory.view(slot))
@@ -426,9 +426,9 @@ class World:
         for load in self.gpu.loads:
             assert load.is_stale or key not in load.keys, f"{key!r} is read and was evicted"
         if isinstance(message, m.Victims):
-            self._assert_nothing_behind_could_go(key)
+            self.p18_while_a_request_runs_its_tail_goes_before_its_head(key)
 
-    def _assert_nothing_behind_could_go(self, key: Key) -> None:
+    def p18_while_a_request_runs_its_tail_goes_before_its_head(self, key: Key) -> None:
         """While a request runs, its tail goes before its head."""
         slots = self.slots
         for request in self.requests.values():

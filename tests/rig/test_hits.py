@@ -7,6 +7,8 @@ import pytest
 from tests.rig.hits import hits
 from tests.rig.layers import BLOCK_TOKENS
 
+pytestmark = pytest.mark.promise(23)
+
 LENGTHS = (48, 49, 56, 57, 25, 63)  #: with ends on a block and off it
 SHAPES = {
     "one chunk of a window": {"kinds": ("full", "window:4")},

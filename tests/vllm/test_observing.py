@@ -230,6 +230,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.promise(13)
 @pytest.mark.parametrize(("owner", "name"), PARTS, ids=lambda each: getattr(each, "__name__", each))
 def test_whatever_part_of_observing_raises_vllm_never_sees_it(owner: type, name: str) -> None:
     """Each of these is called in a step of the engine, where one exception ends the server."""
@@ -307,6 +308,7 @@ def test_what_waits_to_be_told_is_told_before_long() -> None:
     assert told.data["data"]["kvtier:primary_evictions"] == {(): 3}
 
 
+@pytest.mark.promise(13)
 def test_a_fault_of_one_kind_is_in_the_log_once(capsys: pytest.CaptureFixture[str]) -> None:
     watch = GuardedObserver()
     for _ in range(3):
@@ -408,6 +410,7 @@ STEPS = strategies.lists(
 )
 
 
+@pytest.mark.promise(13)
 @given(steps=STEPS)
 def test_whatever_counters_do_vllms_front_end_takes_it_and_shows_no_fall(steps: list[Any]) -> None:
     """Counters that fall, backends that begin again at 0, values that are none."""

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from vllm.v1.kv_offload.config import OffloadingConfig
 
+pytestmark = pytest.mark.promise(22)
+
 PAGE = Path(__file__).parents[2] / "docs/reference/what-names-a-block.md"
 
 

@@ -52,7 +52,7 @@ class Request:
         self.waits_since: float | None = None  #: for tiers
         self.was_missed = False  #: whether the end of its stored prefix is counted, in this wait
         # Invariant: a key is in one of these from its first lookup on, and never changes sides.
-        #            Checked: count, p13_a_key_counts_once_for_a_request_as_a_hit_or_as_a_miss.
+        #            Checked: count, a_key_counts_once_for_a_request_as_a_hit_or_as_a_miss.
         # Each lookup keeps to it, in line. Otherwise counts would have to be taken back, and
         # vLLM ends the engine for a counter that falls.
         self.hits: set[Key] = set()  #: keys that were READY when first looked up

@@ -6,7 +6,7 @@ So the order of a running request is kept here, and a block of it is evicted onl
 after all evictable blocks behind it: a victim that has any is replaced by a stand-in.
 
 # Invariant: no block of a running request is evicted while an evictable block behind it stays.
-#            Checked: stand_in, _assert_nothing_behind_could_go.
+#            Checked: stand_in, p18_while_a_request_runs_its_tail_goes_before_its_head.
 
 Costs: without evictions, only a reference to each call's keys is kept.
 An eviction adds each running request's keys once to one set, and looks up its victims there.

@@ -52,7 +52,7 @@ def test_lookup_says_none_while_tiers_are_asked_and_read() -> None:
 
 @pytest.mark.parametrize("how", ["lookup", "lookup_prefix"])
 def test_a_hit_holds_until_the_step_ends(how: str) -> None:
-    """Promise 5: a store of the same step, whoever's, must not evict what a lookup called a hit."""
+    """A store of the same step, whoever's, must not evict what a lookup called a hit."""
     story = Story(tiers=0, slots=2)
     old, young, *new = keys_of(5)
     story.store([old], "first")
@@ -70,7 +70,7 @@ def test_a_hit_holds_until_the_step_ends(how: str) -> None:
 
 
 def test_none_ends_at_the_deadline_even_if_no_step_ends() -> None:
-    """Promise 6, for a scheduler that only ever calls lookup()."""
+    """For a scheduler that only ever calls lookup()."""
     story = Story()
     key = keys_of(1)[0]
     story.facade.on_request_started("r")
@@ -84,7 +84,7 @@ def test_none_ends_at_the_deadline_even_if_no_step_ends() -> None:
 
 
 def test_a_prefix_larger_than_the_primary_tier_is_served_partly() -> None:
-    """Promise 11: a partial hit, and a reserve stays for stores."""
+    """A partial hit, and a reserve stays for stores."""
     story = Story(slots=8, store_reserve_fraction=0.25)
     keys = keys_of(12)
     for start in range(0, 12, 4):

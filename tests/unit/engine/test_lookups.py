@@ -68,7 +68,7 @@ def test_a_promotion_for_which_nothing_can_go_is_refused_and_counted() -> None:
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_what_was_not_sent_yet_ends_with_the_decision(is_known: bool) -> None:
-    """Promise 16: neither a probe nor a load is sent for a request that runs without it."""
+    """Neither a probe nor a load is sent for a request that runs without it."""
     story, (key,) = story_of_a_tier(slots=2)
     key, state = (key, FILLING) if is_known else (b"u" + bytes(5), PROBING)
     facade = story.facade
@@ -105,7 +105,7 @@ def test_a_load_that_fails_leaves_no_lease_and_is_not_asked_for_again(
 
 
 def test_completions_of_what_was_begun_and_what_was_not_are_told_apart() -> None:
-    """Promise 8: no assertion of ours takes the engine down."""
+    """No assertion of ours takes the engine down."""
     story = Story(tiers=0, slots=4)
     keys = keys_of(3)
     story.store(keys)
@@ -136,7 +136,7 @@ def test_a_request_that_never_began_is_told_what_is_here_and_asks_no_tier() -> N
 
 
 def test_where_no_step_ends_what_is_behind_a_gap_is_promoted_all_the_same() -> None:
-    """Promise 6: a caller that only looks up gets an answer in time, too."""
+    """A caller that only looks up gets an answer in time, too."""
     story, (known,) = story_of_a_tier(slots=4)
     unknown = b"u" + bytes(5)
     facade = story.facade

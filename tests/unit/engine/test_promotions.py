@@ -66,7 +66,7 @@ def test_after_a_reset_promotions_hold_nothing_whatever_they_had_come_to() -> No
 
 
 def test_a_reservation_takes_what_the_reserve_and_others_leave() -> None:
-    """Promise 11: two of four slots are for promotions, whoever promotes."""
+    """Two of four slots are for promotions, whoever promotes."""
     story, keys = story_of_a_tier(4, slots=4, store_reserve_fraction=0.5)
     facade = story.facade
     facade.on_request_started("first")

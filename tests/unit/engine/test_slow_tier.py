@@ -380,6 +380,7 @@ def test_what_a_request_asks_that_is_over_is_not_asked() -> None:
 # --- kinds of work fail apart ---
 
 
+@pytest.mark.promise(21)
 @pytest.mark.parametrize("sick", ["stores", "loads"])
 def test_a_tier_that_cannot_do_one_kind_of_work_does_the_other(sick: str) -> None:
     story, (key,) = story_of_a_tier(breaker_failures_max=1)
@@ -395,6 +396,7 @@ def test_a_tier_that_cannot_do_one_kind_of_work_does_the_other(sick: str) -> Non
     assert counts_of(story).cascades_dropped == 0
 
 
+@pytest.mark.promise(21)
 def test_a_tier_that_answers_no_probe_serves_what_is_known_of_it() -> None:
     story, (key,) = story_of_a_tier()
     look_up(story, b"u" + bytes(5), "asks")

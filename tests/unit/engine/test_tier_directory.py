@@ -132,7 +132,7 @@ def test_a_tier_that_was_given_up_owes_no_answers() -> None:
 
 
 def test_what_nobody_waits_for_any_more_is_not_asked() -> None:
-    """Promise 16: a probe is there for a decision, and ends with it."""
+    """A probe is there for a decision, and ends with it."""
     found = asked()
     found.start("s", ALL)
     find(found, A, "r")

@@ -341,8 +341,9 @@ def test_a_tier_that_does_not_come_back_says_why_once(
     bench.until_it_has(KEYS[:1])
 
 
+@pytest.mark.promise(15)
 def test_a_stopped_process_is_not_waited_for_and_is_killed_at_the_end() -> None:
-    """Promise 7. Killed, it can't touch the slots any more: they may be unmapped."""
+    """Killed, it can't touch the slots any more: they may be unmapped."""
     bench = Bench(memory_tier())
     bench.store(KEYS[:1], (0,))
     os.kill(bench.pid, signal.SIGSTOP)

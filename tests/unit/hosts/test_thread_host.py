@@ -147,7 +147,7 @@ def test_blocks_come_back_as_they_were_stored(benches: list[Bench]) -> None:
 
 
 def test_wrong_bytes_are_damaged_and_deleted_where_they_came_from(benches: list[Bench]) -> None:
-    """Promise 4: the layer above the backend checks, so a lying medium costs a miss."""
+    """The layer above the backend checks, so a lying medium costs a miss."""
     backend = DictBackend()
     bench = Bench(backend)
     benches.append(bench)
@@ -225,8 +225,9 @@ def test_stores_go_on_while_a_load_hangs(benches: list[Bench]) -> None:
     assert bench.store((b"b",), (1,), job=6).job == 6
 
 
+@pytest.mark.promise(15)
 def test_close_does_not_wait_for_a_hung_tier_and_says_that_memory_is_in_use() -> None:
-    """Promise 7. The caller must leave the slots mapped: a thread may still write them."""
+    """The caller must leave the slots mapped: a thread may still write them."""
     backend = HangingLoads()
     bench = Bench(backend)
     assert bench.post(wire.LoadJob(job=5, keys=(b"a",), slots=(0,)))

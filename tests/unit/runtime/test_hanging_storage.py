@@ -44,7 +44,7 @@ START_S = {"thread": 0.1, "process": 300.0}
 KEYS = tuple(bytes([number]) * 36 for number in range(4))
 CONTEXT = BackendContext(BLOCK, Namespace({"model": "m"}), "1:x")
 
-pytestmark = [needs("fuse"), pytest.mark.slow]
+pytestmark = [needs("fuse"), pytest.mark.slow, pytest.mark.promise(15)]
 every_host = pytest.mark.parametrize("cell", ["thread", "process"])
 every_tier_on_every_host = pytest.mark.parametrize(
     ("kind", "cell"),
