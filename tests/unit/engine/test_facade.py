@@ -6,7 +6,6 @@ import pytest
 
 from kvtier import Closed, ConfigError, Misuse, RuntimeConfig
 from kvtier.core.block_state import BlockState
-from kvtier.core.events import PRIMARY, EventKind
 from kvtier.core.messages import GroupKeys
 from kvtier.plugin_api.backend import Outcome
 from tests.support import handled_once
@@ -28,6 +27,7 @@ def test_what_was_stored_is_found_and_pinned_until_it_was_read() -> None:
     story.facade.step_end()
     grant = story.grant(keys_of(1, b"n"))
     assert grant.evicted == [keys[3]], "the tail of the only run goes first"
+    assert story.primary.counts.evictions == 1
 
 
 def test_lookup_says_none_while_tiers_are_asked_and_read() -> None:
@@ -50,25 +50,6 @@ def test_lookup_says_none_while_tiers_are_asked_and_read() -> None:
     assert story.facade.load_sources("never started") == {}
 
 
-@pytest.mark.parametrize("how", ["lookup", "lookup_prefix"])
-def test_a_hit_holds_until_the_step_ends(how: str) -> None:
-    """A store of the same step, whoever's, must not evict what a lookup called a hit."""
-    story = Story(tiers=0, slots=2)
-    old, young, *new = keys_of(5)
-    story.store([old], "first")
-    story.store([young], "second")
-    facade = story.facade
-    facade.on_request_started("r")
-    assert facade.lookup(old, "r") if how == "lookup" else facade.lookup_prefix([old], "r") == 1
-    grant = story.grant(new[:2])
-    assert (grant.keys, grant.evicted) == (new[:1], [young])
-    assert facade.prepare_store(new[2:], "r") is None
-    assert len(facade.prepare_load([old], "r")) == 1
-    facade.complete_load([old], "r")
-    facade.step_end()
-    assert story.grant(new[2:]).evicted == [old], "for one step"
-
-
 def test_none_ends_at_the_deadline_even_if_no_step_ends() -> None:
     """For a scheduler that only ever calls lookup()."""
     story = Story()
@@ -83,37 +64,6 @@ def test_none_ends_at_the_deadline_even_if_no_step_ends() -> None:
     assert story.facade.statistics().tiers[0].counts.probes_timed_out == 1
 
 
-def test_a_prefix_larger_than_the_primary_tier_is_served_partly() -> None:
-    """A partial hit, and a reserve stays for stores."""
-    story = Story(slots=8, store_reserve_fraction=0.25)
-    keys = keys_of(12)
-    for start in range(0, 12, 4):
-        story.store(keys[start : start + 4], f"writer {start}")
-    story.facade.on_request_started("r")
-    for _ in range(4):
-        hits = story.facade.lookup_prefix(keys, "r")
-        if hits is not None:
-            break
-        story.step()
-    assert hits == 6, "all slots but the reserve of two"
-    assert story.facade.prepare_load(keys[:6], "r")
-    assert len(story.grant(keys_of(2, b"n"), "r").keys) == 2
-
-
-def test_promoted_blocks_wait_for_their_request_until_it_reads_or_gives_up() -> None:
-    story, keys = story_of_a_tier(3, slots=4, store_reserve_fraction=0.25)
-    story.facade.on_request_started("r")
-    story.facade.lookup_prefix(keys, "r")
-    story.step()
-    story.facade.step_end()
-    grant = story.grant(keys_of(4, b"m"))
-    assert len(grant.keys) == 1, "three of four slots are leased"
-    assert story.facade.lookup_prefix(keys, "r") == 3
-    story.facade.on_request_finished("r")
-    story.facade.step_end()
-    assert len(story.grant(keys_of(4, b"p")).keys) == 3, "given up: they may go"
-
-
 def test_the_next_tier_is_tried_when_one_fails_to_deliver() -> None:
     story, (key,) = story_of_a_tier(slots=2, tiers=2)
     story.facade.on_request_started("r")
@@ -124,52 +74,6 @@ def test_the_next_tier_is_tried_when_one_fails_to_deliver() -> None:
     assert story.facade.load_sources("r")[key] == 1
 
 
-def test_the_end_of_what_began_before_a_reset_says_nothing_of_the_same_block_after_it() -> None:
-    """Request and key are the same; only the epoch says what has been written, and is read."""
-    story = Story(tiers=0, slots=1)
-    facade, keys = story.facade, keys_of(1)
-    story.store(keys)
-    facade.on_request_started("r")
-    facade.prepare_load(keys, "r")
-    old = facade.epoch
-    facade.reset()
-    assert story.primary.quarantined_slots == 1, "the GPU reads it yet"
-    facade.on_reset_flushed()
-    assert story.primary.free_slots == 1
-    new = story.grant(keys, "r").epoch
-    assert new == old + 1 == facade.epoch
-    facade.complete_store(keys, "r", epoch=old)
-    facade.complete_store(keys, "r", success=False, epoch=old)
-    assert facade.lookup(keys[0], "r") is None, "it is being written"
-    facade.complete_store(keys, "r", epoch=new)
-    facade.prepare_load(keys, "r")
-    facade.complete_load(keys, "r", epoch=old)
-    facade.step_end()
-    assert facade.prepare_store(keys_of(1, b"n"), "r") is None, "the GPU still reads"
-    facade.complete_load(keys, "r", epoch=new)
-    assert story.primary.pinned_slots == 0
-    assert story.primary.counts.unknown_completions == 3
-
-
-def test_the_event_stream_folds_to_what_is_resident() -> None:
-    story = Story(tiers=0, slots=2)
-    first, second, new = keys_of(3)
-    story.store([first, second])
-    story.store([new], "other")
-    assert [(event.kind, event.keys) for event in story.facade.take_events()] == [
-        (EventKind.STORED, (first, second)),
-        (EventKind.REMOVED, (second,)),
-        (EventKind.STORED, (new,)),
-    ]
-    assert story.primary.counts.evictions == 1
-    for number in (1, 2):
-        story.facade.reset()
-        assert story.facade.epoch == number
-        events = [(event.kind, event.tier) for event in story.facade.take_events()]
-        assert events == [(EventKind.CLEARED, PRIMARY)]
-    assert story.facade.take_events() == []
-
-
 def test_a_tier_that_wants_whole_requests_gets_what_is_here_already() -> None:
     story = Story(slots=4, whole=True)
     keys, new = keys_of(2), keys_of(1, b"n")
@@ -177,19 +81,6 @@ def test_a_tier_that_wants_whole_requests_gets_what_is_here_already() -> None:
     story.facade.on_request_started("r")
     assert story.grant([*keys, *new], "r").keys == new
     assert [batch.keys for batch in story.answer_all()] == [tuple(keys)]
-
-
-def test_a_store_does_not_evict_the_heads_that_it_was_offered_with() -> None:
-    """Of a request whose head is here, as much of the tail is stored as there is other room."""
-    story = Story(tiers=0, slots=4)
-    keys = keys_of(6)
-    story.store(keys[:3])
-    story.store(keys_of(1, b"n"), "other")
-    story.facade.on_request_started("r")
-    grant = story.grant(keys, "r")
-    assert (grant.keys, grant.evicted) == (keys[3:4], keys_of(1, b"n"))
-    assert story.runtime.primary.resident() == set(keys[:3])
-    assert story.primary.counts.stores_dropped == 2
 
 
 def test_a_store_that_no_memory_of_this_size_has_room_for_is_granted_nothing() -> None:

@@ -66,21 +66,6 @@ def test_a_promotion_for_which_nothing_can_go_is_refused_and_counted() -> None:
     assert story.primary.counts.promotions_refused == 1
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_what_was_not_sent_yet_ends_with_the_decision(is_known: bool) -> None:
-    """Neither a probe nor a load is sent for a request that runs without it."""
-    story, (key,) = story_of_a_tier(slots=2)
-    key, state = (key, FILLING) if is_known else (b"u" + bytes(5), PROBING)
-    facade = story.facade
-    facade.on_request_started("r")
-    assert facade.lookup_state(key, "r") is state
-    facade.on_requests_scheduled(["r", "unknown"])
-    assert story.step() == []
-    assert (story.primary.promotion_slots, story.primary.filling_from_tiers_slots) == (0, 0)
-    assert story.primary.free_slots + story.primary.ready_slots == 2
-    assert facade.lookup_state(key, "r") is state, "it may ask again"
-
-
 @pytest.mark.parametrize("outcome", [None, Outcome.ABSENT, Outcome.FAILED])
 def test_a_load_that_fails_leaves_no_lease_and_is_not_asked_for_again(
     outcome: Outcome | None,
@@ -121,6 +106,8 @@ def test_completions_of_what_was_begun_and_what_was_not_are_told_apart() -> None
     facade.complete_store([new, *keys[:2], b"never"], "r")
     assert story.primary.counts.unknown_completions == 6
     assert facade.lookup(new, "r") is True
+    facade.complete_store([new], "r", epoch=facade.epoch - 1)
+    assert story.primary.counts.unknown_completions == 7
 
 
 def test_a_request_that_never_began_is_told_what_is_here_and_asks_no_tier() -> None:
@@ -191,39 +178,6 @@ def test_a_block_that_is_stored_meanwhile_is_asked_of_no_tier() -> None:
     story.grant([stored])
     assert story.facade.lookup_state(stored, "r") is FILLING
     assert [batch.keys for batch in story.step(Outcome.ABSENT)] == [(wanted,)]
-
-
-# --- counters ---
-
-
-@pytest.mark.parametrize("in_one_go", [True, False])
-def test_a_hit_stays_one_and_a_miss_stays_one_whatever_comes_later(in_one_go: bool) -> None:
-    """A request is preempted, and others take the room: vLLM ends for a counter that falls."""
-    story = Story(tiers=0, slots=2)
-    facade, (first, second) = story.facade, keys_of(2)
-
-    def look(expected: int, *counted: int) -> None:
-        """Find so many of the blocks; then there are so many queries and hits."""
-        keys = [first, second]
-        if in_one_go:
-            assert facade.lookup_prefix(keys, "r") == expected
-        else:
-            answers = [facade.lookup(key, "r") for key in keys[: expected + 1]]
-            assert answers.count(True) == expected
-        facade.prepare_load(keys[:expected], "r")
-        facade.complete_load(keys[:expected], "r")
-        facade.step_end()
-        assert (story.primary.counts.queries, story.primary.counts.hits) == counted
-
-    story.store([first])
-    facade.on_request_started("r")
-    look(1, 2, 1)
-    story.store([second], "later")
-    look(2, 2, 1)
-    story.store(keys_of(2, b"n"), "other")
-    look(0, 2, 1)
-    facade.on_request_finished("r")
-    assert (story.primary.counts.queries, story.primary.counts.hits) == (2, 1)
 
 
 # --- resets ---

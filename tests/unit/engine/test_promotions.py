@@ -65,19 +65,6 @@ def test_after_a_reset_promotions_hold_nothing_whatever_they_had_come_to() -> No
     assert story.primary.free_slots == 8
 
 
-def test_a_reservation_takes_what_the_reserve_and_others_leave() -> None:
-    """Two of four slots are for promotions, whoever promotes."""
-    story, keys = story_of_a_tier(4, slots=4, store_reserve_fraction=0.5)
-    facade = story.facade
-    facade.on_request_started("first")
-    assert facade.lookup_prefix(keys[:1], "first") is None
-    for name, wanted, granted in (("second", keys[1:3], 1), ("third", keys[3:], 0)):
-        facade.on_request_started(name)
-        ends = tuple(range(1, len(wanted) + 1))
-        assert facade.reserve_prefix([GroupKeys(tuple(wanted), ends)], name) == granted
-    assert story.primary.promotion_slots == 2
-
-
 @pytest.mark.parametrize("end", ["decided", "out of time", "reset"])
 def test_a_request_may_reserve_a_prefix_again_once_its_reservation_has_ended(end: str) -> None:
     story, keys = story_of_a_tier(2, slots=4, lease_timeout_s=5.0)
