@@ -1,8 +1,4 @@
-"""The mooncake tier passes the shipped suite, on a real master and a real owner of memory.
-
-Its part for remote storage too: with a master that hangs, or was killed and comes back empty, and
-with an owner that hangs. A master that is gone keeps no block, so KILLED is EMPTIED here.
-"""
+"""The mooncake tier passes the shipped suite, on a real master and a real owner of memory."""
 
 from __future__ import annotations
 
@@ -15,21 +11,17 @@ from kvtier.testing import (
     BACKEND_CHECKS,
     PERSISTENCE_CHECKS,
     BackendCheck,
-    ServerFault,
     backend_books,
     backend_calls,
-    check_server_fault,
     conformance,
 )
 from kvtier.testing._workbench import new_blocks, opened
 from kvtier_backends.mooncake import MooncakeBackend, registered
-from kvtier_backends.shared import kept_connection
 from tests.conformance._together import together
 from tests.support.mooncake_server import running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from kvtier.plugin_api.backend import BackendContext
 
@@ -115,29 +107,3 @@ async def test_what_one_client_has_stored_another_one_loads_until_one_removes_it
         await other.expect_kept(blocks)
         await other.backend.remove([block.key for block in blocks])
         await one.expect_absent(blocks)
-
-
-@pytest.mark.parametrize(
-    ("who", "fault"),
-    [
-        ("master", ServerFault.EMPTIED),
-        ("master", ServerFault.STOPPED),
-        ("owner", ServerFault.STOPPED),
-    ],
-)
-async def test_mooncake_survives_its_servers(
-    who: str, fault: ServerFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The client is still connected when an owner is killed: the tests of the backend have that."""
-    monkeypatch.setattr(kept_connection, "PAUSE_S_MIN", 0.01)
-    monkeypatch.setattr(kept_connection, "PAUSE_S_MAX", 0.05)
-    for name, value in (
-        ("MC_RPC_TIMEOUT_MS", "2000"),
-        ("MC_RPC_CONNECT_TIMEOUT_MS", "2000"),
-        ("MC_TCP_STATUS_TIMEOUT_SEC", "2"),
-        ("MC_TCP_PROGRESS_TIMEOUT_SEC", "2"),
-    ):
-        monkeypatch.setenv(name, value)  # the library waits so long for what hangs
-    with running(tmp_path) as cluster:
-        make = partial(mooncake, cluster.address)
-        await check_server_fault(make, getattr(cluster, who), fault)

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvtier.errors import StoreFault
-from kvtier.plugin_api.backend import Loaded, Outcome
-from kvtier.testing import NotConforming, ServerFault, check_server_fault
+from kvtier.plugin_api.backend import Connection, Loaded, Outcome
+from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.testing import NotConforming, ServerFault, _workbench, check_server_fault
 from kvtier_backends.memory import MemoryBackend
+from kvtier_backends.mooncake import MooncakeBackend
 from kvtier_backends.redis import RedisBackend, servers
 from kvtier_backends.s3 import S3Backend
 from kvtier_backends.shared import kept_connection
-from tests.support.patience import PATIENCE_S
-from tests.support.redis_servers import PROGRAMS, Program, running
+from tests.support import mooncake_server, redis_servers
+from tests.support.patience import until_true
 from tests.support.s3_server import MotoServer, options_for, set_credentials
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from kvtier.plugin_api.backend import BackendContext, LoadBlock, StoreBlock
+    from kvtier.testing import MakeBackend
+    from kvtier.testing.server_faults import FaultyServer
+    from tests.support.redis_servers import Program
+
+    Serves = Callable[[Path], AbstractContextManager[tuple[FaultyServer, MakeBackend]]]
 
 pytestmark = pytest.mark.anyio
 BLOCKS = 64
@@ -34,38 +43,97 @@ def _tries_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_connection, "PAUSE_S_MIN", 0.01)
     monkeypatch.setattr(kept_connection, "PAUSE_S_MAX", 0.05)
     monkeypatch.setattr(servers, "CHECK_S", 1e6)  # what is noticed is noticed by a call, or at once
+    for name, value in (
+        ("MC_RPC_TIMEOUT_MS", "2000"),
+        ("MC_RPC_CONNECT_TIMEOUT_MS", "2000"),
+        ("MC_TCP_STATUS_TIMEOUT_SEC", "2"),
+        ("MC_TCP_PROGRESS_TIMEOUT_SEC", "2"),
+    ):
+        monkeypatch.setenv(name, value)  # Mooncake's library waits so long for what hangs
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("fault", ServerFault)
-async def test_redis_survives_its_server(
-    fault: ServerFault, program: Program, tmp_path: Path
-) -> None:
-    timeouts = dict.fromkeys(("connect_timeout_s", "call_timeout_s"), PATIENCE_S)
-    with running(program, tmp_path / "server") as server:
-        options = {"url": server.url, **timeouts}
-        await check_server_fault(partial(RedisBackend.from_options, options), server, fault)
+@contextmanager
+def redis(program: Program, folder: Path) -> Iterator[tuple[FaultyServer, MakeBackend]]:
+    with redis_servers.running(program, folder / "server") as server:
+        yield server, partial(RedisBackend.from_options, {"url": server.url})
 
 
 class MotoWithBucket(MotoServer):
     """It comes back as whoever runs it would set it up: with the bucket, and without a block."""
 
-    def start(self) -> None:
-        super().start()
+    def start(self, *, waits: bool = True) -> None:
+        super().start(waits=waits)
         self.make_bucket()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [ServerFault.EMPTIED, ServerFault.STOPPED])  # it keeps nothing
-async def test_s3_survives_its_server(fault: ServerFault) -> None:
+@contextmanager
+def s3(_folder: Path) -> Iterator[tuple[FaultyServer, MakeBackend]]:
     set_credentials()
     server = MotoWithBucket()
     try:
         server.start()
-        options = options_for(server.endpoint, fault.value.replace(" ", "-"))
-        await check_server_fault(partial(S3Backend.from_options, options), server, fault)
+        yield server, partial(S3Backend.from_options, options_for(server.endpoint, "p"))
     finally:
         server.kill()
+
+
+@contextmanager
+def mooncake(who: str, folder: Path) -> Iterator[tuple[FaultyServer, MakeBackend]]:
+    """Of an owner that is killed the master goes on telling: the tests of the backend have that."""
+    with mooncake_server.running(folder) as cluster:
+        make = partial(MooncakeBackend.from_options, {"master": cluster.address})
+        yield getattr(cluster, who), make
+
+
+KEEPS_NOTHING = (ServerFault.EMPTIED, ServerFault.STOPPED)
+SERVED: dict[str, tuple[Serves, tuple[ServerFault, ...]]] = {
+    "valkey": (partial(redis, "valkey"), tuple(ServerFault)),
+    "redis": (partial(redis, "redis"), tuple(ServerFault)),
+    "s3": (s3, KEEPS_NOTHING),
+    "mooncake's master": (partial(mooncake, "master"), KEEPS_NOTHING),
+    "mooncake's owner": (partial(mooncake, "owner"), (ServerFault.STOPPED,)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "fault"), [(name, each) for name, (_, faults) in SERVED.items() for each in faults]
+)
+async def test_a_tier_survives_its_server(name: str, fault: ServerFault, tmp_path: Path) -> None:
+    serves, _ = SERVED[name]
+    with serves(tmp_path) as (server, make):
+        await check_server_fault(make, server, fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["valkey", "s3", "mooncake's master"])
+async def test_a_server_that_is_not_there_yet_is_used_once_it_is(name: str, tmp_path: Path) -> None:
+    """No call waits for it, and the engine need not be restarted."""
+    serves, _ = SERVED[name]
+    blocks = _workbench.new_blocks(1)
+    with serves(tmp_path) as (server, make):
+        server.kill()
+        backend, states = make(_workbench.context()), list[Connection]()
+        backend.on_connection = states.append
+        await backend.open()
+        try:
+            bench = _workbench.Bench(
+                backend, SlotMemory.anonymous(1, _workbench.BLOCK_BYTES), set(), set(), states
+            )
+            await backend.register_memory(bench.slots.buffer)
+            assert [each.outcome for each in await bench.load(blocks)] == [Outcome.FAILED]
+            assert await bench.store(blocks) == [Outcome.FAILED]
+            for call in (backend.probe, backend.remove):
+                with pytest.raises(StoreFault):
+                    await call([blocks[0].key])
+            assert states == [Connection.CONNECTING]
+            server.start()
+            await until_true(lambda: states[-1] is Connection.UP)
+            while await bench.store(blocks) != [Outcome.DONE]:  # until the owner is back, too
+                await asyncio.sleep(0)
+            await bench.expect_kept(blocks)
+        finally:
+            await backend.close()
 
 
 class NoServer:

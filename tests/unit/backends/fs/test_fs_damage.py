@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -14,20 +15,19 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvtier.plugin_api.backend import LoadBlock, Outcome
-from tests.support.fuse_folder import FuseFolder
+from tests.support.fuse_folder import FuseFolder, fuse_folder
 from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S
 from tests.unit.backends.fs._fs import (
     BLOCK_BYTES,
     CONTEXT,
-    FILE_BYTES,
     data_of,
     key_of,
     open_fs,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.anyio
@@ -48,26 +48,6 @@ def hanging_reads(parent: Path, block: Path) -> Iterator[FuseFolder]:
         folder.vanish()
 
 
-LENGTHS = [0, 1, 511, 4096, BLOCK_BYTES - 1, BLOCK_BYTES + 1, BLOCK_BYTES + 512, FILE_BYTES - 1]
-
-
-@pytest.mark.parametrize("layout", ["kvtier", "vllm"])
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("length", LENGTHS)
-async def test_a_truncated_file_is_damaged_and_goes(
-    tmp_path: Path, length: int, direct: bool, layout: str
-) -> None:
-    async with open_fs(tmp_path / "kv", direct=direct, layout=layout) as fs:
-        await fs.store(1)
-        os.truncate(fs.path(1), length)
-        assert not await fs.probe(1)
-        assert await fs.load(1) is Outcome.DAMAGED
-        assert not fs.path(1).exists()
-        assert await fs.load(1) is Outcome.ABSENT
-        assert await fs.store(1) is Outcome.DONE
-        assert await fs.load(1) is Outcome.DONE
-
-
 async def test_a_torn_file_is_written_anew_by_a_store(tmp_path: Path) -> None:
     """Else a block that nobody may load would stand in the way of its own repair."""
     async with open_fs(tmp_path / "kv") as fs:
@@ -75,6 +55,17 @@ async def test_a_torn_file_is_written_anew_by_a_store(tmp_path: Path) -> None:
         os.truncate(fs.path(1), 4096)
         assert await fs.store(1) is Outcome.DONE
         assert await fs.load(1) is Outcome.DONE
+
+
+@needs("fuse")
+async def test_a_damaged_file_that_cannot_be_removed_is_damaged_and_counted(tmp_path: Path) -> None:
+    with fuse_folder(tmp_path) as folder:
+        async with open_fs(folder.path / "kv") as fs:
+            await fs.store(1)
+            os.truncate(fs.path(1), 10)
+            folder.fail("unlink", error=errno.EROFS)
+            assert await fs.load(1) is Outcome.DAMAGED
+            assert fs.count("removes_failed") == 1
 
 
 async def test_a_file_without_a_trailer_is_a_miss_that_stays(tmp_path: Path) -> None:
@@ -98,30 +89,6 @@ async def test_a_file_without_a_trailer_is_served_if_accepted(tmp_path: Path) ->
         assert loaded == (Outcome.DONE, None)
         assert view == data_of(1)
         assert fs.backend.traits.accepts_unchecked
-
-
-HARMS: dict[str, Callable[[bytes, bytes], bytes]] = {
-    "a bit of its trailer": lambda own, _: own[:-9] + bytes([own[-9] ^ 4]) + own[-8:],
-    "another one's block": lambda _, other: other,
-    "another one's trailer": lambda own, other: own[:BLOCK_BYTES] + other[BLOCK_BYTES:],
-    "zeros": lambda own, _: bytes(len(own)),
-    "more than a block": lambda *_: b"x" * 99_999,
-}
-"""That no other trailer is taken for a block's own is shown in ``test_fs_trailer.py``."""
-
-
-@pytest.mark.parametrize("harm", HARMS)
-async def test_a_file_that_is_not_the_blocks_own_is_damaged_and_goes(
-    tmp_path: Path, harm: str
-) -> None:
-    async with open_fs(tmp_path / "kv") as fs:
-        await fs.store(1)
-        await fs.store(2)
-        harmed = HARMS[harm](fs.path(1).read_bytes(), fs.path(2).read_bytes())
-        fs.path(1).write_bytes(harmed)
-        assert await fs.load(1) is Outcome.DAMAGED
-        assert not fs.path(1).exists()
-        assert await fs.load(2) is Outcome.DONE
 
 
 async def test_a_file_in_a_folders_place_fails_stores_only(tmp_path: Path) -> None:

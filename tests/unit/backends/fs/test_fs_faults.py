@@ -1,4 +1,4 @@
-"""Real faults of a real filesystem: full, read-only, out of descriptors, killed writers."""
+"""Real faults of a real filesystem: folders that go, no descriptors, killed writers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.fs import temporary
 from kvtier_backends.fs.files import BlockFiles
 from kvtier_backends.fs.temporary import WriterProcess, parse_temporary_untrusted, this_writer
-from tests.support.fuse_folder import FuseFolder, fuse_folder
+from tests.support.fuse_folder import FuseFolder
 from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S, until_true
-from tests.unit.backends._media import fill_with_files, mount, start_python, tmpfs
+from tests.unit.backends._media import mount, start_python, tmpfs
 from tests.unit.backends.fs._fs import key_of, make_fs, open_fs
 
 pytestmark = pytest.mark.anyio
@@ -31,69 +31,6 @@ pytestmark = pytest.mark.anyio
 
 def child(call: str, root: Path, **options: Any) -> subprocess.Popen[str]:
     return start_python("-m", "tests.unit.backends.fs._fs_child", call, root, **options)
-
-
-@needs("mount")
-async def test_a_full_disk_is_full_and_keeps_nothing_unfinished(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "small", "256k") as root:
-        async with open_fs(root) as fs:
-            outcomes = [await fs.store(number) for number in range(20)]
-            full = outcomes.index(Outcome.FULL)
-            assert 5 < full < 16
-            assert set(outcomes[:full]) == {Outcome.DONE}
-            assert set(outcomes[full:]) == {Outcome.FULL}
-            assert fs.temporaries() == []
-            for number in range(full):
-                assert await fs.load(number) is Outcome.DONE
-            for number in range(full, 20):
-                assert await fs.load(number) is Outcome.ABSENT
-            assert fs.count("stores_full") == 20 - full
-        async with open_fs(root) as fs:  # a full disk is no reason not to start
-            assert await fs.load(0) is Outcome.DONE
-            fs.path(0).unlink()
-            assert await fs.store(50) is Outcome.DONE
-
-
-@needs("mount")
-async def test_a_filesystem_without_inodes_is_full_once_and_takes_stores_again(
-    tmp_path: Path,
-) -> None:
-    """Nor is it a reason not to start: there was none for the marker."""
-    with tmpfs(tmp_path / "small", "16m", inodes=40) as root, capture_logs() as lines:
-        async with open_fs(root) as fs:
-            outcomes = [await fs.store(number) for number in range(20)]
-            assert outcomes == sorted(outcomes), "first all DONE, then all FULL"
-            assert set(outcomes) == {Outcome.DONE, Outcome.FULL}
-            assert fs.count("stores_full") == outcomes.count(Outcome.FULL)
-            assert fs.temporaries() == []
-        fill_with_files(root)
-        async with open_fs(root) as fs:
-            assert await fs.load(0) is Outcome.DONE
-            assert await fs.store(30) is Outcome.FULL
-            for number in (0, 1):
-                shutil.rmtree(fs.path(number).parents[1])
-            assert await fs.store(31) is Outcome.DONE
-            assert len(list(Path(fs.backend.place).glob("*/writers/*"))) == 1
-    reasons = [line["reason"] for line in lines if line.get("kind") == "stores_full"]
-    assert len(reasons) == 2, "of each engine"
-    assert all("full since" in each and "no inodes are left" in each for each in reasons)
-
-
-async def test_a_quota_that_is_used_up_is_full_once_and_takes_stores_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def exceed(*_: object) -> int:
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    async with open_fs(tmp_path / "kv") as fs:
-        with monkeypatch.context() as used_up, capture_logs() as lines:
-            used_up.setattr(os, "pwritev", exceed)
-            assert [await fs.store(number) for number in range(3)] == [Outcome.FULL] * 3
-        (reason,) = [line["reason"] for line in lines]
-        assert "full since" in reason
-        assert os.strerror(errno.EDQUOT) in reason
-        assert fs.temporaries() == []
-        assert await fs.store(1) is Outcome.DONE
 
 
 async def test_a_folder_that_goes_under_a_store_is_made_again(
@@ -113,43 +50,6 @@ async def test_a_folder_that_goes_under_a_store_is_made_again(
         assert await fs.store(1) is Outcome.DONE
         assert gone
         assert await fs.load(1) is Outcome.DONE
-
-
-@needs("fuse")
-async def test_a_disk_that_turns_read_only_fails_stores_and_serves_loads(tmp_path: Path) -> None:
-    """As the kernel does after an error; nobody else can, while an engine has it open."""
-    with fuse_folder(tmp_path) as folder:
-        async with open_fs(folder.path / "kv") as fs:
-            await fs.store(1)
-            await fs.store(2)
-            os.truncate(fs.path(2), 10)
-            writing = ("create", "mkdir", "write", "rename", "unlink", "truncate", "utimens")
-            folder.fail(*writing, error=errno.EROFS)
-            assert await fs.store(3) is Outcome.FAILED
-            assert await fs.load(1) is Outcome.DONE
-            assert await fs.load(2) is Outcome.DAMAGED
-            assert fs.count("removes_failed") == 1
-            folder.heal()
-            assert await fs.store(3) is Outcome.DONE
-
-
-@needs("fuse")
-@pytest.mark.parametrize("operation", ["open", "read"])
-async def test_a_block_that_another_host_has_removed_is_a_miss(
-    tmp_path: Path, operation: str
-) -> None:
-    """NFS says ESTALE then, and a few of them opened the breaker of loads.
-
-    The better the eviction of others worked, the less was loaded.
-    """
-    with fuse_folder(tmp_path) as folder:
-        async with open_fs(folder.path / "kv") as fs:
-            await fs.store(1)
-            folder.fail(operation, error=errno.ESTALE)
-            assert await fs.load(1) is Outcome.ABSENT
-            assert fs.count("loads_failed") == 0
-            folder.heal()
-            assert await fs.load(1) is Outcome.DONE
 
 
 async def test_a_folder_whose_handle_is_stale_is_opened_anew(
@@ -186,32 +86,6 @@ def test_a_read_only_disk_is_refused_at_the_start(tmp_path: Path) -> None:
         mount("-o", "remount,ro", root)
         with pytest.raises(ConfigError, match="Give this user the right to write"):
             make_fs(root)
-
-
-@needs("mount")
-async def test_what_this_user_may_not_read_fails_and_stays(tmp_path: Path) -> None:
-    """EACCES says nothing of the copy. Root ignores modes, so the user id changes for real."""
-    async with open_fs(tmp_path / "kv") as fs:
-        await fs.store(1)
-        path = fs.path(1)
-        path.chmod(0)
-        for folder in path.parents:
-            if tmp_path in folder.parents:
-                folder.chmod(0o755)
-        for folder in tmp_path.parents:
-            if folder.stat().st_uid == 0 and "pytest" in folder.name:
-                folder.chmod(0o755)
-        tmp_path.chmod(0o755)
-        # Only the effective user of all threads changes what an open may do.
-        os.seteuid(65534)
-        try:
-            assert await fs.load(1) is Outcome.FAILED
-            assert await fs.store(2) is Outcome.FAILED
-            assert await fs.probe(1)
-        finally:
-            os.seteuid(0)
-        assert fs.count("loads_failed") == 1
-        assert await fs.load(1) is Outcome.DONE
 
 
 @pytest.mark.parametrize("call", ["run_out_of_descriptors", "hit_the_file_size_limit"])

@@ -10,8 +10,6 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome, block_digest
 from kvtier_backends.fs.forms import encode_trailer
-from kvtier_backends.shared.record_trailer import Form, Trailer
-from kvtier_backends.shared.record_trailer import encode_trailer as encode_record_trailer
 from tests.unit.backends.fs._fs import (
     BLOCK_BYTES,
     FILE_BYTES,
@@ -20,7 +18,7 @@ from tests.unit.backends.fs._fs import (
     make_fs,
     open_fs,
 )
-from tests.unit.backends.shared._keys import FOREIGN, OLD, key_file
+from tests.unit.backends.shared._keys import OLD, key_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,15 +33,6 @@ def planted_plain(number: int, data: bytes) -> bytes:
     return data + encode_trailer(key, BLOCK_BYTES, block_digest(key, memoryview(data)))
 
 
-def planted_record(number: int, data: bytes, form: Form) -> bytes:
-    """Return the file of a record, with what a guess at a signature would be."""
-    key = key_of(number)
-    trailer = Trailer(form, block_digest(key, memoryview(data)), bytes(16), bytes(32))
-    if form is Form.PLAIN:
-        trailer = trailer._replace(key_id=b"", tag=b"")
-    return data + encode_record_trailer(key, BLOCK_BYTES, trailer).ljust(4096, b"\0")
-
-
 async def test_without_keys_a_planted_file_is_served(tmp_path: Path) -> None:
     """That is what the docs say, and why there are keys."""
     async with open_fs(tmp_path / "kv") as fs:
@@ -51,34 +40,6 @@ async def test_without_keys_a_planted_file_is_served(tmp_path: Path) -> None:
         fs.path(1).write_bytes(planted_plain(1, data_of(66)))
         with pytest.raises(AssertionError):
             await fs.load(1)  # insists on the right bytes
-
-
-@BOTH_KINDS
-async def test_with_keys_no_planted_file_is_served(option: str, tmp_path: Path) -> None:
-    keys = key_file(tmp_path / "keys", OLD)
-    attacker = {option: key_file(tmp_path / "attacker", FOREIGN)}
-    async with open_fs(tmp_path / "attackers", **attacker) as fs:
-        await fs.store(1)
-        with_own_key = fs.path(1).read_bytes()
-    async with open_fs(tmp_path / "kv", **{option: keys}) as fs:
-        await fs.store(1)
-        await fs.store(2)
-        attempts = [
-            planted_plain(1, data_of(66)),
-            *(planted_record(1, data_of(66), form) for form in Form),
-            with_own_key,
-            data_of(66) + fs.path(1).read_bytes()[BLOCK_BYTES:],
-            fs.path(2).read_bytes(),
-            fs.path(1).read_bytes()[:-1] + b"x",
-        ]
-        for attempt in attempts:
-            fs.path(1).write_bytes(attempt)
-            assert await fs.load(1) is Outcome.DAMAGED
-            await fs.backend.remove([key_of(1)])  # as the tier does
-            assert await fs.store(1) is Outcome.DONE
-            assert await fs.load(1) is Outcome.DONE
-        assert fs.count("blocks_damaged") == len(attempts)
-        assert fs.count("unauthenticated") == 4  # the others are no trailers of this block
 
 
 async def test_with_keys_a_file_without_any_trailer_is_no_block(tmp_path: Path) -> None:

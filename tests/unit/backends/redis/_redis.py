@@ -79,10 +79,6 @@ class Tier:
     async def probe(self, *numbers: int) -> Sequence[bool]:
         return await self.backend.probe([key_of(number) for number in numbers])
 
-    def set_option(self, name: str, value: float) -> None:
-        """Change a time that is to run out now, and was not to before."""
-        object.__setattr__(self.backend._given, name, value)
-
     def name(self, number: int) -> bytes:
         return self.backend._description.name_of(key_of(number))
 

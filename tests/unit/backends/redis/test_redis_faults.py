@@ -1,4 +1,7 @@
-"""A server that dies, hangs, forgets, is full or lies: misses, and recovery by itself."""
+"""Calls that are given up, and replies that end: what other faults cost is in one table for all.
+
+See ``tests/conformance/test_storage_faults.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,49 +14,15 @@ from structlog.testing import capture_logs
 from kvtier.errors import StoreFault
 from kvtier.plugin_api.backend import Connection, LoadBlock, Outcome, StoreBlock, block_digest
 from kvtier_backends.shared import kept_connection
-from kvtier_backends.shared.records import Records
-from tests.support.patience import PATIENCE_S, until_true
+from tests.support.patience import until_true
 from tests.unit.backends.redis._cutting_proxy import cutting_proxy
-from tests.unit.backends.redis._redis import (
-    BLOCK_BYTES,
-    CONTEXT,
-    GUARD,
-    data_of,
-    key_of,
-    open_redis,
-)
+from tests.unit.backends.redis._redis import BLOCK_BYTES, GUARD, data_of, key_of, open_redis
 
 if TYPE_CHECKING:
     from tests.support.redis_servers import RedisServer
 
 pytestmark = pytest.mark.anyio
 SHORT_S = 0.2
-
-
-async def test_a_killed_server_is_told_of_once_and_asked_for_nothing(
-    server: RedisServer,
-) -> None:
-    """``tests/conformance/test_server_faults.py`` looks after the blocks."""
-    async with open_redis(server.url) as tier:
-        assert await tier.store(1) == [Outcome.DONE]
-        server.kill()
-        await tier.until(Connection.GONE)
-        assert await tier.load(1) == [Outcome.FAILED]
-        assert await tier.store(1) == [Outcome.FAILED]
-        with pytest.raises(StoreFault):
-            await tier.probe(1)
-        with pytest.raises(StoreFault):
-            await tier.backend.remove([key_of(1)])
-        server.start()
-        await tier.until(Connection.UP)
-        assert await tier.probe(1) == [False]
-        assert tier.states == [
-            Connection.CONNECTING,
-            Connection.UP,
-            Connection.GONE,
-            Connection.UP,
-        ]
-        assert tier.count("connection_gone") == 1
 
 
 async def test_a_call_without_time_is_not_sent(valkey_server: RedisServer) -> None:
@@ -81,35 +50,6 @@ async def test_each_time_that_a_server_is_lost_is_logged_once(
                 await tier.until(Connection.UP)
     said = [line["event"].partition(",")[0] for line in lines]
     assert said == ["redis tier: not connected", "redis tier: connected"] * 2
-
-
-async def test_a_server_that_is_not_there_yet_is_found_once_it_is(
-    valkey_server: RedisServer,
-) -> None:
-    """No call waits for it, and the engine need not be restarted."""
-    valkey_server.kill()
-    async with open_redis(valkey_server.url) as tier:
-        assert await tier.load(1) == [Outcome.FAILED]
-        assert tier.states == [Connection.CONNECTING]
-        valkey_server.start()
-        await tier.until(Connection.UP)
-        assert await tier.store(1) == [Outcome.DONE]
-
-
-async def test_a_hung_server_fails_calls_in_time_and_is_used_again_when_it_goes_on(
-    server: RedisServer,
-) -> None:
-    async with open_redis(server.url) as tier:
-        assert await tier.store(1) == [Outcome.DONE]
-        server.stop()
-        tier.set_option("connect_timeout_s", SHORT_S)
-        assert await tier.load(1, within_s=SHORT_S) == [Outcome.FAILED]
-        await tier.until(Connection.GONE)
-        assert await tier.store(2) == [Outcome.FAILED]
-        server.go_on()
-        await tier.until(Connection.UP)
-        tier.set_option("connect_timeout_s", PATIENCE_S)
-        assert await tier.load(1) == [Outcome.DONE]
 
 
 async def test_a_call_ends_after_its_own_time_though_nobody_set_a_deadline(
@@ -196,33 +136,6 @@ async def test_a_connection_that_ends_in_a_reply_costs_what_has_not_come(
         assert await tier.load(1, 2, 3) == [Outcome.DONE] * 3
 
 
-async def test_a_full_server_says_so_and_serves_what_it_has(server: RedisServer) -> None:
-    async with open_redis(server.url) as tier:
-        assert await tier.store(1) == [Outcome.DONE]
-        server.ask("CONFIG", "SET", "maxmemory", 1)
-        with capture_logs() as lines:
-            assert await tier.store(2, 3) == [Outcome.FULL] * 2
-            assert await tier.store(4) == [Outcome.FULL]
-        assert await tier.load(1, 2) == [Outcome.DONE, Outcome.ABSENT]
-        assert tier.count("stores_full") == 3
-        assert len(lines) == 1  # logged once until it is over
-        assert tier.is_in(Connection.UP)
-        server.ask("CONFIG", "SET", "maxmemory", 0)
-        assert await tier.store(2) == [Outcome.DONE]
-
-
-async def test_what_the_server_evicts_is_a_miss(server: RedisServer) -> None:
-    async with open_redis(server.url) as tier:
-        assert await tier.store(1) == [Outcome.DONE]
-        used = server.ask("INFO", "memory")["used_memory"]
-        server.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
-        server.ask("CONFIG", "SET", "maxmemory", used + 8 * BLOCK_BYTES)
-        for number in range(2, 22):
-            assert await tier.store(number) == [Outcome.DONE]
-        outcomes = await tier.load(*range(1, 22))
-        assert {*outcomes} == {Outcome.DONE, Outcome.ABSENT}
-
-
 async def test_a_block_expires(server: RedisServer) -> None:
     async with open_redis(server.url, ttl_s=3600) as tier:
         assert await tier.store(1) == [Outcome.DONE]
@@ -230,34 +143,6 @@ async def test_a_block_expires(server: RedisServer) -> None:
         assert tier.backend.traits.presence_ttl_s == 60
     async with open_redis(server.url, ttl_s=30) as tier:
         assert tier.backend.traits.presence_ttl_s == 30  # no longer than it is there
-
-
-PLANTED: dict[str, tuple[str | bytes, ...]] = {
-    "empty": ("SET", b""),
-    "shorter": ("SET", b"x" * 100),
-    "longer": ("SET", b"x" * (2 * BLOCK_BYTES)),
-    "as long": ("SET", b"x" * Records(CONTEXT).record_bytes(key_of(1))),
-    "another block's": ("COPY",),
-    "a list": ("RPUSH", "a"),
-}
-"""By what others put in a block's place: the command, and what follows the block's name."""
-
-
-@pytest.mark.parametrize("what", PLANTED)
-async def test_what_others_put_in_a_blocks_place_is_damaged_and_overwritten(
-    valkey_server: RedisServer, what: str
-) -> None:
-    async with open_redis(valkey_server.url) as tier:
-        assert await tier.store(1, 2, 3) == [Outcome.DONE] * 3
-        command, *value = PLANTED[what]
-        valkey_server.ask("DEL", tier.name(2))
-        source = [tier.name(1)] if command == "COPY" else []
-        valkey_server.ask(command, *source, tier.name(2), *value)
-        assert await tier.load(1, 2, 3) == [Outcome.DONE, Outcome.DAMAGED, Outcome.DONE]
-        assert tier.count("blocks_damaged") == 1
-        assert tier.count("connections_lost") == 0
-        assert await tier.store(2) == [Outcome.DONE]
-        assert await tier.load(2) == [Outcome.DONE]
 
 
 async def test_a_stray_cancellation_does_not_end_the_looking_after(

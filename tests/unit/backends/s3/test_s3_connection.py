@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from structlog.testing import capture_logs
 
-from kvtier.errors import StoreFault
 from kvtier.plugin_api.backend import Connection, Outcome
 from kvtier_backends.shared.namespaces import namespace_name
-from tests.support.patience import PATIENCE_S
 from tests.support.s3_fault_server import Fault
 from tests.support.s3_server import BUCKET, client_for
 from tests.unit.backends.s3._s3 import CONTEXT, open_s3
@@ -20,40 +18,15 @@ from tests.unit.backends.s3._s3 import CONTEXT, open_s3
 if TYPE_CHECKING:
     from tests.support.s3_fault_server import FaultServer
     from tests.support.s3_server import MotoServer
-    from tests.unit.backends.s3._s3 import S3
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
-CONNECTING, UP, GONE = Connection.CONNECTING, Connection.UP, Connection.GONE
-DONE, ABSENT, FAILED = Outcome.DONE, Outcome.ABSENT, Outcome.FAILED
+CONNECTING, UP = Connection.CONNECTING, Connection.UP
+DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
 
 
 def description_below(prefix: str) -> str:
     return f"{prefix}/{namespace_name(CONTEXT)}/description.json"
-
-
-async def until_lost(s3: S3) -> None:
-    """Ask for blocks, as an engine does, until the loss is noticed."""
-    while s3.states[-1] is UP:
-        assert await s3.load(1) in ([FAILED], [ABSENT])
-        await s3.until(lambda: True)
-
-
-async def test_a_server_that_is_not_there_yet_is_connected_to_once_it_is(
-    moto: MotoServer,
-) -> None:
-    """``open`` does not wait, so the engine starts without it."""
-    moto.kill()
-    async with open_s3(moto.endpoint, wait=False) as s3:
-        assert s3.states == [CONNECTING]
-        with capture_logs() as logs:
-            assert await s3.load(1) == [FAILED]
-        assert {line["reason"] for line in logs} == {"no answer (connection refused)"}
-        moto.start()
-        moto.make_bucket()
-        await s3.until_state(UP)
-        assert await s3.store(1) == [DONE]
-        assert await s3.load(1) == [DONE]
 
 
 async def test_one_that_is_read_only_writes_nothing(moto: MotoServer) -> None:
@@ -61,39 +34,6 @@ async def test_one_that_is_read_only_writes_nothing(moto: MotoServer) -> None:
         assert await s3.load(1) == [ABSENT]
     found = client_for(moto.endpoint).list_objects_v2(Bucket=BUCKET, Prefix="reads")
     assert found["KeyCount"] == 0
-
-
-async def test_a_server_that_was_killed_and_starts_again_empty_is_used_again(
-    moto: MotoServer,
-) -> None:
-    async with open_s3(moto.endpoint) as s3:
-        assert await s3.store(1) == [DONE]
-        moto.kill()
-        await until_lost(s3)
-        assert await s3.load(1) == [FAILED]
-        with pytest.raises(StoreFault):
-            await s3.probe(1)
-        assert await s3.store(2) == [FAILED]
-        moto.start()
-        moto.make_bucket()
-        await s3.until_state(UP)
-        assert await s3.load(1) == [ABSENT]
-        assert await s3.store(1) == [DONE]
-        assert await s3.load(1) == [DONE]
-
-
-async def test_a_server_that_hangs_is_gone_and_comes_back_with_its_blocks(
-    shared_moto: MotoServer,
-) -> None:
-    async with open_s3(shared_moto.endpoint, "hangs") as s3:
-        assert await s3.store(1) == [DONE]
-        with shared_moto.stopped():
-            s3.set_timeout(0.5)
-            await until_lost(s3)
-            assert s3.states == [CONNECTING, UP, GONE]
-        s3.set_timeout(PATIENCE_S)
-        await s3.until_state(UP)
-        assert await s3.load(1) == [DONE]
 
 
 async def test_a_bucket_that_does_not_exist_is_named_once_and_used_once_it_does(
@@ -151,26 +91,6 @@ async def test_the_blocks_of_others_are_refused_with_both_sides_named(
             assert kept == there
             client.delete_object(Bucket=BUCKET, Key=name)
             await s3.until_state(UP)
-
-
-async def test_access_that_is_denied_ends_the_connection_with_one_log_line(
-    faulty: tuple[FaultServer, str],
-) -> None:
-    server, endpoint = faulty
-    async with open_s3(endpoint) as s3:
-        assert await s3.store(1) == [DONE]
-        server.misbehave_always(Fault.DENIED)
-        with capture_logs() as logs:
-            assert await s3.load(1) == [FAILED]
-            await s3.until_state(GONE)
-            assert await s3.store(2, 3) == [FAILED, FAILED]
-            await s3.until(lambda: len(server.requests) > 7)
-        server.behave()
-        await s3.until_state(UP)
-        assert await s3.load(1) == [DONE]
-    told = [line for line in logs if line["event"].startswith("s3 tier: not connected")]
-    assert [line["reason"] for line in told] == ["403 AccessDenied"]
-    assert "list the bucket" in told[0]["remedy"]
 
 
 async def test_one_request_that_fails_ends_no_connection(

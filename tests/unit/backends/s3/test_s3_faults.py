@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.errors import StoreFault
-from kvtier.plugin_api.backend import (
-    Connection,
-    LoadBlock,
-    Outcome,
-    block_digest,
-)
-from kvtier.plugin_api.deadlines import time_limit
+from kvtier.plugin_api.backend import Connection, LoadBlock, Outcome
 from tests.support.s3_fault_server import OF_BLOCKS, Fault
 from tests.unit.backends.s3._s3 import BLOCK_BYTES, data_of, key_of, open_s3
 
@@ -32,26 +26,24 @@ def blocks_in(server: FaultServer) -> list[str]:
     return [path for path in server.objects if OF_BLOCKS.search(path)]
 
 
-async def test_a_block_comes_back_and_a_missing_one_is_absent(faulty: Faulty) -> None:
-    server, endpoint = faulty
-    async with open_s3(endpoint) as s3:
-        assert await s3.store(1, 2, 3) == [DONE] * 3
-        assert await s3.load(2, 9, 1) == [DONE, ABSENT, DONE]
-        assert await s3.probe(1, 9) == [True, False]
-        name = f"/{key_of(1).hex()[:3]}/{key_of(1).hex()}"
-        assert sum(path.endswith(name) for path in blocks_in(server)) == 1
+IN_AN_ANSWER = (Fault.RESET, Fault.SHORT)
+MAY_PASS = (Fault.SLOW_DOWN, Fault.TOO_MANY, Fault.ERROR, Fault.TIMED_OUT, Fault.HALF_A_BODY)
 
 
-@pytest.mark.parametrize(
-    "fault", [Fault.SLOW_DOWN, Fault.TOO_MANY, Fault.ERROR, Fault.RESET, Fault.SHORT]
-)
+@pytest.mark.parametrize("fault", [*IN_AN_ANSWER, *MAY_PASS, Fault.CONFLICT])
 async def test_what_may_pass_is_tried_again(faulty: Faulty, fault: Fault) -> None:
     server, endpoint = faulty
     async with open_s3(endpoint) as s3:
         assert await s3.store(1) == [DONE]
-        server.misbehave(fault, "GET", times=2)
-        assert await s3.load(1) == [DONE]
-        assert server.count("GET") == 3
+        if fault is not Fault.CONFLICT:  # of two stores of one key
+            server.misbehave(fault, "GET", times=2)
+            assert await s3.load(1) == [DONE]
+            assert server.count("GET") == 3
+        if fault not in IN_AN_ANSWER:
+            server.misbehave(fault, "PUT", times=2)
+            assert await s3.store(2) == [DONE]
+            assert server.count("PUT") == 4
+        assert s3.states == [Connection.CONNECTING, Connection.UP]
 
 
 @pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.TOO_MANY])
@@ -70,23 +62,6 @@ async def test_a_server_that_is_busy_is_sent_fewer_requests_for_a_while(
         assert server.running_max <= 8
 
 
-@pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.ERROR, Fault.SHORT, Fault.HANG])
-async def test_what_does_not_pass_is_a_failure_at_the_deadline(
-    faulty: Faulty, fault: Fault
-) -> None:
-    server, endpoint = faulty
-    async with open_s3(endpoint) as s3:
-        await s3.store(1)
-        server.misbehave(fault, "GET HEAD")
-        with time_limit(0.1):
-            assert await s3.load(1) == [FAILED]
-        if fault is not Fault.SHORT:  # of a HEAD, nothing can be short
-            with time_limit(0.1), pytest.raises(StoreFault, match="no probe was answered"):
-                await s3.probe(1)
-        server.behave()
-        assert await s3.load(1) == [DONE]
-
-
 async def test_request_timeout_s_bounds_a_call_without_a_deadline(faulty: Faulty) -> None:
     server, endpoint = faulty
     async with open_s3(endpoint, request_timeout_s=0.1) as s3:
@@ -97,50 +72,6 @@ async def test_request_timeout_s_bounds_a_call_without_a_deadline(faulty: Faulty
             await s3.backend.remove([key_of(1)])
 
 
-@pytest.mark.parametrize("fault", [Fault.SHORTENED, Fault.LONG])
-async def test_an_object_of_another_length_is_damaged(faulty: Faulty, fault: Fault) -> None:
-    server, endpoint = faulty
-    async with open_s3(endpoint) as s3:
-        await s3.store(1)
-        server.misbehave(fault, "GET HEAD")
-        assert await s3.load(1) == [DAMAGED]
-        assert await s3.probe(1) == [False]
-        assert s3.count("blocks_damaged") == 1
-
-
-async def test_changed_bytes_do_not_fit_the_digest(faulty: Faulty) -> None:
-    """The layer above compares the two: see ``kvtier/tier/backend_driver.py``."""
-    server, endpoint = faulty
-    async with open_s3(endpoint) as s3:
-        await s3.store(1)
-        server.misbehave(Fault.CHANGED, "GET")
-        view = s3.view()
-        (loaded,) = await s3.backend.load([LoadBlock(key_of(1), view)])
-        assert loaded.digest != block_digest(key_of(1), view)
-
-
-@pytest.mark.parametrize("change", ["another key's", "torn", "no base64", "none"])
-async def test_a_block_without_its_own_trailer_is_damaged(faulty: Faulty, change: str) -> None:
-    server, endpoint = faulty
-    async with open_s3(endpoint) as s3:
-        await s3.store(1, 2)
-        one, two = sorted(blocks_in(server))
-        (of_one,) = server.metadata[one].values()
-        (of_two,) = server.metadata[two].values()
-        changed = {
-            "another key's": of_two,
-            "torn": of_one[:-8] + "AAAAAAA=",
-            "no base64": of_one[:-1] + "?",
-        }
-        if change == "none":
-            del server.metadata[one]
-        else:
-            server.metadata[one] = dict.fromkeys(server.metadata[one], changed[change])
-        first, second = (1, 2) if one.endswith(key_of(1).hex()) else (2, 1)
-        assert await s3.load(first, second) == [DAMAGED, DONE]
-        assert s3.count("blocks_damaged") == 1
-
-
 async def test_an_object_is_the_block_alone_and_nothing_behind_it(faulty: Faulty) -> None:
     """A few bytes more are a packet of their own, for which some servers wait for the client."""
     server, endpoint = faulty
@@ -148,16 +79,6 @@ async def test_an_object_is_the_block_alone_and_nothing_behind_it(faulty: Faulty
         await s3.store(1)
         (path,) = blocks_in(server)
         assert server.objects[path] == data_of(1)
-
-
-@pytest.mark.parametrize("fault", [Fault.OUT_OF_ROOM, Fault.QUOTA])
-async def test_no_room_is_full_and_is_not_tried_again(faulty: Faulty, fault: Fault) -> None:
-    server, endpoint = faulty
-    async with open_s3(endpoint) as s3:
-        server.misbehave(fault, "PUT")
-        assert await s3.store(1) == [FULL]
-        assert server.count("PUT") == 1
-        assert s3.states[-1] is Connection.UP
 
 
 async def test_one_block_that_fails_takes_nothing_from_the_others(faulty: Faulty) -> None:
@@ -189,13 +110,6 @@ async def test_a_server_without_conditional_put_gets_plain_ones(faulty: Faulty) 
         before = server.count("PUT")
         assert await s3.store(3) == [DONE]
         assert server.count("PUT") == before + 1
-
-
-async def test_two_stores_of_one_key_that_meet_are_tried_again(faulty: Faulty) -> None:
-    server, endpoint = faulty
-    async with open_s3(endpoint) as s3:
-        server.misbehave(Fault.CONFLICT, "PUT", times=1)
-        assert await s3.store(1) == [DONE]
 
 
 async def test_a_load_that_was_cancelled_writes_nothing_later(faulty: Faulty) -> None:
@@ -263,26 +177,3 @@ async def test_each_request_is_counted_by_its_kind_as_the_server_counts_it(fault
         of_description = sum(len(body) for path, body in server.objects.items())
         assert counts["bytes_put"] == 3 * BLOCK_BYTES + of_description
         assert counts["bytes_got"] == 2 * BLOCK_BYTES
-
-
-@pytest.mark.parametrize("kind", ["auth_key_env", "encryption_key_env"])
-async def test_blocks_are_signed_or_encrypted_with_the_keys_that_are_named(
-    faulty: Faulty, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever changes an object changes nobody's answer; an encrypted one tells nothing either."""
-    server, endpoint = faulty
-    monkeypatch.setenv("KEYS", "5a" * 32)
-    async with open_s3(endpoint, **{kind: "KEYS"}) as s3:
-        block = s3.block(1)
-        assert await s3.backend.store([block]) == [DONE]
-        (path,) = blocks_in(server)
-        is_readable = server.objects[path].startswith(data_of(1))
-        assert is_readable is (kind == "auth_key_env")
-        view = s3.view()
-        (loaded,) = await s3.backend.load([LoadBlock(key_of(1), view)])
-        assert (loaded.digest, bytes(view)) == (block.digest, data_of(1))
-        server.objects[path] = b"\0" + server.objects[path][1:]
-        (loaded,) = await s3.backend.load([LoadBlock(key_of(1), view)])
-        assert loaded.outcome is Outcome.DAMAGED
-        assert s3.backend.counters()["unauthenticated"] == 1
-        assert s3.backend.busy_threads() == 0
