@@ -41,8 +41,10 @@ class Absences:
     """The sample of one engine."""
 
     def __init__(self, slot_count: int) -> None:
-        self._keys_max = min(max(slot_count // SLOTS_A_KEY, REMEMBERED_MIN), REMEMBERED_MAX)
-        self._every = max(1, TURNOVERS * slot_count // self._keys_max)
+        horizon = TURNOVERS * slot_count
+        remembered = min(max(slot_count // SLOTS_A_KEY, REMEMBERED_MIN), REMEMBERED_MAX)
+        self._keys_max = min(horizon, remembered)
+        self._every = horizon // self._keys_max
         self._skipped = 0  # keys until the next that is remembered
         self._of: dict[Key, Absence] = {}  # the oldest first
 
