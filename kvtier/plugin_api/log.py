@@ -1,5 +1,7 @@
 """Provides the log, by structlog, which is imported when the first line is written.
 
+A program with a log of its own, as vLLM, takes the lines with ``send_to``.
+
 Importing it takes longer than importing all of kvtier, and programs that use parts of kvtier
 often log nothing.
 """
@@ -10,13 +12,21 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from structlog.typing import Processor
+
+    Sink = Callable[[str, str, Mapping[str, Any]], None]
 
 
 class LazyLogger:
     """Has the few methods of a structlog logger that kvtier uses. Any thread."""
+
+    _sink: Sink | None = None
+
+    def send_to(self, sink: Sink) -> None:
+        """Write by ``sink``, with level, event and fields, unless structlog is configured."""
+        self._sink = sink
 
     def info(self, event: str, **fields: object) -> None:
         """Write a line that an operator may want to know."""
@@ -39,7 +49,11 @@ class LazyLogger:
         with suppress(Exception):
             import structlog  # noqa: PLC0415 - see the module's docstring
 
-            processors = None if structlog.is_configured() else default_processors()
+            is_configured = structlog.is_configured()
+            if self._sink is not None and not is_configured:
+                self._sink(level, event, fields)
+                return
+            processors = None if is_configured else default_processors()
             logger = structlog.wrap_logger(None, processors, logger_factory_args=("kvtier",))
             getattr(logger, level)(event, **fields)
 

@@ -21,10 +21,19 @@ PASSWORD = "hunter2"
 def _as_structlog_comes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = structlog.get_config()
     structlog.reset_defaults()
+    monkeypatch.setattr(log, "_sink", None)  # vLLM's, once a test has imported kvtier.vllm
     renderer = dev.ConsoleRenderer.get_active()
     monkeypatch.setattr(renderer, "exception_formatter", dev.default_exception_formatter)
     yield
     structlog.configure(**before)
+
+
+def test_a_program_with_a_log_of_its_own_takes_the_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    taken: list[tuple[str, str, dict[str, object]]] = []
+    log.send_to(lambda level, event, fields: taken.append((level, event, dict(fields))))
+    log.warning("slow", tier="disk")
+    assert taken == [("warning", "slow", {"tier": "disk"})]
+    assert capfd.readouterr().out == ""
 
 
 def fail(options: dict[str, str]) -> None:
