@@ -404,7 +404,7 @@ class _Child:
                     sys.executable,
                     "-c",
                     _PROGRAM,
-                    f"kvtier-{tier.name}",  # shown in process listings
+                    f"kvtier-{tier.name}",  # the process's name
                     str(os.getpid()),
                     *map(str, descriptors),
                     *sys.path,

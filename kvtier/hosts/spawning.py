@@ -31,6 +31,7 @@ THREAD_NAME: Final = "kvtier-spawner"
 """Name of the thread that starts all processes. It lives as long as this process."""
 
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+_PR_SET_NAME: Final = 15
 
 
 def spawn(arguments: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -53,6 +54,11 @@ def end_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # it ended before that
         os._exit(1)
+
+
+def show_as(name: str) -> None:
+    """Show the calling process as ``name`` in ``ps`` and ``top``: its first 15 bytes."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode("utf-8", "replace"), 0, 0, 0)
 
 
 def _kill(started: _Started) -> None:

@@ -172,6 +172,14 @@ def test_blocks_come_back_through_shared_slots(benches: list[Bench]) -> None:
     assert bytes(bench.memory.view(5)) == b"\x06" * BLOCK
 
 
+def test_the_process_is_named_after_its_tier(benches: list[Bench]) -> None:
+    """As far as the kernel has room: 15 bytes."""
+    for name, shown in ((None, "kvtier-1:memory"), ("a-long-name", "kvtier-a-long-n")):
+        bench = Bench(memory_tier() if name is None else memory_tier(name=name))
+        benches.append(bench)
+        assert Path(f"/proc/{bench.pid}/comm").read_text() == f"{shown}\n"
+
+
 def test_the_link_is_told_of_time_for_which_a_process_that_owes_an_answer_is_not_run(
     benches: list[Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
