@@ -5,16 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import structlog  # noqa: F401 - with the first line there may be no descriptor left for it
 
 from kvtier.plugin_api.log import log
+from kvtier_backends.posix import NO_ROOM
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 EPISODE_S_MIN: Final = 60.0
+FULL: Final = "full"
+ROOM: Final = "free space or inodes there, or give the tier a smaller capacity_bytes"
 
 
 class TierCounters:
@@ -35,25 +39,36 @@ class TierCounters:
             return dict(self._counts)
 
 
+@dataclass
+class Episode:
+    """Incidents of one kind, of which the first and the end are logged."""
+
+    name: str
+    count: int  #: blocks, or files
+    began: float
+    is_over: bool = False
+
+
 class IncidentLog:
     """Logs and counts one tier's incidents. Any thread may call any method.
 
     ``folder`` is where the tier's files are. An episode of one kind of incident
-    begins with its log line, and ends with a success on the same side (``"load"``
+    begins with a log line, and ends with another, at a success on the same side (``"load"``
     or ``"store"``) that comes at least ``EPISODE_S_MIN`` later: a medium that
-    works half of the time is also reported only once.
+    works half of the time is also reported only once. All that finds the filesystem full is
+    one episode.
     """
 
     def __init__(
         self, backend_type: str, tier_name: str, folder: str, counters: TierCounters
     ) -> None:
-        self._event = f"{backend_type} tier: fault, logged once until it is over"
+        self._event = f"{backend_type} tier: fault"
         self._tier_name = tier_name
         self._folder = folder
         self._counters = counters
         self._lock = threading.Lock()
-        # For each side: when each kind's episode began.
-        self._episodes: dict[str, dict[str, float]] = {"load": {}, "store": {}}
+        # For each side, by kind.
+        self._episodes: dict[str, dict[str, Episode]] = {"load": {}, "store": {}}
 
     def report(
         self, side: str, name: str, reason: object, *, path: str = "", count: int = 1
@@ -63,23 +78,60 @@ class IncidentLog:
         ``path`` is the file concerned, if there is one.
         """
         self._counters.add(name, count)
-        kind = f"{name}: {type(reason).__name__} {getattr(reason, 'errno', None)}"
+        number = getattr(reason, "errno", None)
+        is_full = number in NO_ROOM
+        kind = FULL if is_full else f"{name}: {type(reason).__name__} {number}"
+        now = time.monotonic()
         with self._lock:
-            if kind in self._episodes[side]:
+            episode = self._episodes[side].get(kind)
+            if episode is not None and not (episode.is_over and _is_old(episode, now)):
+                episode.count += count
                 return
-            self._episodes[side][kind] = time.monotonic()
+            self._episodes[side][kind] = Episode(name, count, now)
         log.warning(
-            self._event,
+            f"{self._event}, logged once until it is over",
             kind=name,
             tier=self._tier_name,
             path=path or self._folder,
             reason=str(reason),
+            **({"remedy": ROOM} if is_full else {}),
         )
 
     def success(self, side: str) -> None:
         """End the episodes of ``side`` that are old enough. Takes no lock if there are none."""
         if self._episodes[side]:
+            now = time.monotonic()
             with self._lock:
-                before = time.monotonic() - EPISODE_S_MIN
-                begun = self._episodes[side].items()
-                self._episodes[side] = {kind: at for kind, at in begun if at > before}
+                episodes = self._episodes[side].items()
+                over = _close(each for _, each in episodes if _is_old(each, now))
+                self._episodes[side] = {kind: e for kind, e in episodes if not _is_old(e, now)}
+            self._log_end(over, now)
+
+    def end(self, side: str, name: str) -> None:
+        """End the episodes of ``name``. Another that begins within the minute is not logged."""
+        with self._lock:
+            over = _close(each for each in self._episodes[side].values() if each.name == name)
+        self._log_end(over, time.monotonic())
+
+    def _log_end(self, episodes: Iterable[Episode], now: float) -> None:
+        for episode in episodes:
+            log.info(
+                f"{self._event} is over",
+                kind=episode.name,
+                tier=self._tier_name,
+                path=self._folder,
+                count=episode.count,
+                seconds=round(now - episode.began, 3),
+            )
+
+
+def _close(episodes: Iterable[Episode]) -> list[Episode]:
+    """Mark episodes as over; return those that were not."""
+    ended = [each for each in episodes if not each.is_over]
+    for each in ended:
+        each.is_over = True
+    return ended
+
+
+def _is_old(episode: Episode, now: float) -> bool:
+    return now - episode.began >= EPISODE_S_MIN

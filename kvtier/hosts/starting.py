@@ -63,10 +63,8 @@ class Opening:
         if traits is not None and traits.capacity_blocks is not None:
             fields["capacity_blocks"] = traits.capacity_blocks
         fields.update(gauges, seconds=round(time.monotonic() - self._began_s, 3))
-        if self._was_away:
-            log.warning("tier is back", **fields)
-        else:
-            log.info("tier is open", **fields)
+        log.info("tier is back" if self._was_away else "tier is open", **fields)
+        if not self._was_away:
             self._link.post(wire.TierOpened())
 
 

@@ -297,7 +297,8 @@ class BlockFiles:
             place.keep_marker(marker)
 
     def _report_returned(self) -> None:
-        self._incidents.report("load", "folder_returned", "the folder is there, and is used")
+        self._counters.add("folder_returned")
+        self._incidents.end("store", "folder_lost")
 
     def _is_whole(self, size: int) -> bool:
         return (

@@ -94,6 +94,7 @@ class Breaker:
 
     def __init__(self, failures_max: int, pause_s: float, pause_s_max: float) -> None:
         self.state = BreakerState.CLOSED
+        self.opened_at = 0.0  #: when it last left CLOSED
         self._failures_max = failures_max
         self._first_pause_s = pause_s
         self._pause_s_max = pause_s_max
@@ -138,6 +139,7 @@ class Breaker:
             self._pause_s = min(self._pause_s * 2, self._pause_s_max)
             self._open(BreakerEvent.FAILED, now)
         elif self.state is BreakerState.CLOSED:
+            self.opened_at = now
             self._open(BreakerEvent.FAILED_TOO_OFTEN, now)
 
     def showed_nothing(self) -> None:

@@ -45,6 +45,7 @@ class ServerConnection:
     def __init__(self, tier_name: str, log: Mailbox) -> None:
         self.state = Connection.UP
         self._has_reported = False
+        self._lost_at = 0.0
         self._tier_name = tier_name
         self._log = log
 
@@ -53,17 +54,19 @@ class ServerConnection:
         """Whether the tier may be given work."""
         return self.state is Connection.UP
 
-    def change(self, state: Connection) -> bool:
+    def change(self, state: Connection, now: float) -> bool:
         """Apply the state that the backend reports; return whether it has changed."""
         self._has_reported = True
         was, self.state = self.state, state
         if state is was:
             return False
         if state is Connection.GONE:
-            self._say("tier lost its server", "warning")
+            self._lost_at = now
+            self._say("tier lost its server", "", "warning")
         if state is Connection.UP:
             is_first = was is Connection.CONNECTING  # no fault has ended
-            self._say("tier has reached its server", "info" if is_first else "warning")
+            after = "" if is_first else f"after {now - self._lost_at:.3g} s"
+            self._say("tier has reached its server", after, "info")
         return True
 
     def set_connects(self, *, connects: bool) -> None:
@@ -76,8 +79,8 @@ class ServerConnection:
         self.state = Connection.UP
         self._has_reported = False
 
-    def _say(self, event: str, level: m.NoticeLevel) -> None:
-        self._log.post(m.Notice(event=event, tier=self._tier_name, detail="", level=level))
+    def _say(self, event: str, detail: str, level: m.NoticeLevel) -> None:
+        self._log.post(m.Notice(event=event, tier=self._tier_name, detail=detail, level=level))
 
 
 class TierHealth:
@@ -158,13 +161,14 @@ class TierHealth:
 
     def succeeded(self, work: Work, peer: str) -> None:
         """Note that the tier did some work. ``peer``: which of its peers, if it has several."""
-        if self._peers.succeeded(work, peer):
-            self._say("peer is back", f"{NAMES[work]} from {peer} go on")
+        opened_at = self._peers.succeeded(work, peer)
+        if opened_at is not None:
+            self._say_back("peer is back", f"{NAMES[work]} from {peer}", opened_at)
         breaker = self._breakers[work]
         was = breaker.state
         breaker.succeeded()
         if was is BreakerState.HALF_OPEN and breaker.state is BreakerState.CLOSED:
-            self._say("tier is back", f"{NAMES[work]} go on")
+            self._say_back("tier is back", NAMES[work], breaker.opened_at)
         self.tell_usable()
 
     def failed(self, work: Work, how: str, peer: str = "") -> None:
@@ -233,8 +237,11 @@ class TierHealth:
             usable, answers = told
             self._primary.post(m.TierUsable(self._number, usable, answers=answers))
 
-    def _say(self, event: str, detail: str) -> None:
-        self._log.post(m.Notice(event=event, tier=self._name, detail=detail))
+    def _say(self, event: str, detail: str, level: m.NoticeLevel = "warning") -> None:
+        self._log.post(m.Notice(event=event, tier=self._name, detail=detail, level=level))
+
+    def _say_back(self, event: str, work: str, since: float) -> None:
+        self._say(event, f"{work} go on after {self.time.now - since:.3g} s", "info")
 
 
 PEERS_MAX: Final = 256
@@ -266,16 +273,16 @@ class PeerHealth:
         if breaker is not None:
             breaker.try_acquire()
 
-    def succeeded(self, work: Work, peer: str) -> bool:
-        """Note that a peer did some work. True: it has recovered."""
+    def succeeded(self, work: Work, peer: str) -> float | None:
+        """Note that a peer did some work. If it has recovered, return when it was bypassed."""
         breaker = self._failing.get((peer, work))
         if breaker is None:
-            return False
+            return None
         was = breaker.state
         breaker.succeeded()
         if breaker.state is BreakerState.CLOSED:
             del self._failing[peer, work]
-        return was is BreakerState.HALF_OPEN
+        return breaker.opened_at if was is BreakerState.HALF_OPEN else None
 
     def change(
         self, work: Work, peer: str, change: Callable[[Breaker, float], None], now: float

@@ -368,7 +368,7 @@ class TierLink(Actor):
 
     def _connection_changed(self, message: wire.ConnectionChanged) -> None:
         """Send the tier no work while its backend has no server, and end waits for it."""
-        if not self._connection.change(message.state):
+        if not self._connection.change(message.state, self.time.now):
             return
         self.counts.connections_lost += message.state is Connection.GONE
         if self._connection.is_up:

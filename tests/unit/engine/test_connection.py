@@ -149,16 +149,17 @@ def test_what_a_new_backend_has_reported_by_the_time_it_is_met_holds() -> None:
 
 
 def test_how_a_tier_stands_with_its_server_is_told_counted_and_shown() -> None:
-    """That it is reached at the start is no warning."""
+    """The end of a fault says how long that lasted."""
     story = Story()
     for state in (CONNECTING, UP, GONE, GONE, UP):
+        story.let_pass(1.5)
         report(story, state)
         assert story.facade.statistics().tiers[0].connection == state.name
-    told = [(notice.event, notice.level) for notice in story.runtime.cell.notices]
+    told = [(each.event, each.detail, each.level) for each in story.runtime.cell.notices]
     assert told == [
-        ("tier has reached its server", "info"),
-        ("tier lost its server", "warning"),
-        ("tier has reached its server", "warning"),
+        ("tier has reached its server", "", "info"),
+        ("tier lost its server", "", "warning"),
+        ("tier has reached its server", "after 3 s", "info"),
     ]
     assert link_of(story).counts.connections_lost == 1
 

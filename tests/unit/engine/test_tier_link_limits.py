@@ -152,9 +152,10 @@ def test_a_sick_tier_is_bypassed_tried_after_its_pause_and_back_with_a_success()
     story.answer_all()
     assert story.facade.lookup(keys[4], "goes on") is True
     said = [(notice.event, notice.detail) for notice in story.runtime.cell.notices]
+    assert [notice.level for notice in story.runtime.cell.notices] == ["warning", "info"]
     assert said == [
         ("tier bypassed", "failed a load: loads pause"),
-        ("tier is back", "loads go on"),
+        ("tier is back", "loads go on after 30 s"),
     ]
 
 

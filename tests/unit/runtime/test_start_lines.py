@@ -140,7 +140,7 @@ def test_a_tier_that_was_killed_says_what_is_in_it_when_it_is_back(
         host: Any = facade._tiers[0]
         os.kill(host._child.process.pid, signal.SIGKILL)
         (line,) = wait_for(lines, "tier is back")
-        assert line["log_level"] == "warning"
+        assert line["log_level"] == "info"
         assert (line["tier"], line["place"]) == ("1:disk", str(tmp_path / "kv"))
         assert line["blocks"] == len(KEYS)
         assert line["seconds"] >= 0

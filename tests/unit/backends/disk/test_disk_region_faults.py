@@ -263,8 +263,9 @@ async def test_what_fails_is_counted_and_logged_once_until_it_succeeds(
                 await engine.store([key])
             else:
                 await engine.load(KEYS[:2])
-        logged.append([entry["kind"] for entry in logs])
-    assert logged == [[kind], [], [], [kind]]
+        logged.append([(entry["kind"], entry["log_level"]) for entry in logs])
+    begins, ends = (kind, "warning"), (kind, "info")
+    assert logged == [[begins], [], [ends], [begins]]
     assert engine.count(kind) == count
 
 

@@ -102,7 +102,9 @@ async def test_nothing_is_written_into_a_bare_mount_point(
             assert files_in(mounted) == []
             mount_again(mounted.parent)
             await expect_all_works(fs)
-        assert kinds(lines) == ["folder_lost", "folder_returned"], "each is said once"
+        assert kinds(lines) == ["folder_lost", "folder_lost"], "that it is lost and that it is back"
+        assert [line["log_level"] for line in lines] == ["warning", "info"]
+        assert lines[1]["count"] == 10
         assert "unmounted" in str(lines[0]["reason"])
         assert fs.count("folder_lost") == 10
     assert fs.temporaries() == []

@@ -91,8 +91,8 @@ async def test_what_others_store_later_is_found(tmp_path: Path, layout: str) -> 
                 for each in root.iterdir():
                     shutil.rmtree(each)
                 assert not await reader.probe(number)
-    said = [line["kind"] for line in lines if "kind" in line]
-    assert said == ["folder_lost", "folder_returned"], "each is said once"
+    said = [(line["kind"], line["log_level"]) for line in lines if "kind" in line]
+    assert said == [("folder_lost", "warning"), ("folder_lost", "info")], "each is said once"
     assert "holds nothing yet" in str(next(line for line in lines if "kind" in line)["reason"])
 
 
