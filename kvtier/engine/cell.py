@@ -136,6 +136,12 @@ class EngineCell:
         """Whether other threads have sent messages that are not delivered yet."""
         return bool(self._arrived)
 
+    def take_arrivals(self) -> list[tuple[Actor, Message]]:
+        """Remove and return the messages that other threads have sent, with their actors."""
+        arrivals = list(self._arrived)
+        self._arrived.clear()
+        return arrivals
+
     def run(self) -> None:
         """Deliver messages that other threads have sent so far, and all that follow from them."""
         if self._arrived:

@@ -33,6 +33,7 @@ from kvtier.core.messages import Lookup, ReservePrefix, Survey
 from kvtier.core.statistics import Observations, Observed, Statistics, TierObservations
 from kvtier.core.tier_host import close_tiers
 from kvtier.engine.cell import NO_REPLY, ClosedCell, EngineCell
+from kvtier.engine.closing import Closing
 from kvtier.engine.primary.lookups import ABSENT, READY
 from kvtier.errors import Misuse
 from kvtier.plugin_api.log import log
@@ -86,6 +87,7 @@ class SchedulerFacade:
         self._generations = generations
         self._clock = clock
         self._closed = False
+        self._closing: Closing | None = None
         self._is_quiet = False
         self._is_first_lookup = True
         self._lookup_seconds: Observed[float] = Observed()
@@ -473,6 +475,11 @@ class SchedulerFacade:
             tiers=tiers,
         )
 
+    def begin_to_end(self) -> None:
+        """Count what tiers store from now on, for the line that ``close`` logs."""
+        if self._closing is None:
+            self._closing = Closing(self._primary, self._links)
+
     def close(self) -> bool:
         """End all tiers, waiting at most ``close_timeout_s`` in all. Safe to call twice.
 
@@ -482,7 +489,9 @@ class SchedulerFacade:
         if self._closed:
             return self._is_quiet
         self._closed = True
-        self._cell = ClosedCell()
+        self.begin_to_end()
+        assert self._closing is not None, "begun"
+        cell, self._cell = self._cell, ClosedCell()
         quiet = close_tiers(self._tiers, self._close_timeout_s)
         for tier, is_quiet in zip(self._tiers, quiet, strict=True):
             if not is_quiet:
@@ -490,6 +499,7 @@ class SchedulerFacade:
                     "tier did not stop within close_timeout_s; its slots stay mapped",
                     tier=tier.name,
                 )
+        self._closing.log_end(cell.take_arrivals())
         self._is_quiet = all(quiet)
         return self._is_quiet
 

@@ -474,6 +474,15 @@ class TierLink(Actor):
             self.time.now,
         )
 
+    def stored_blocks_since(self, before: TierCounts) -> int:
+        """Return how many blocks the tier has stored since a snapshot."""
+        return (self.counts.write_bytes - before.write_bytes) // self._config.block_bytes
+
+    def stored_blocks_of(self, message: wire.JobEnded) -> int:
+        """Return how many blocks a job has stored that has not been handled: 0 for a load."""
+        is_store = self._stores.get(message.job) is not None
+        return message.outcomes.count(Outcome.DONE) if is_store else 0
+
     def statistics(self) -> TierStatistics:
         """Return a frozen snapshot."""
         probes, loads, stores = self.in_flight()

@@ -211,6 +211,10 @@ class Cascades:
         """Note that the key's fill did not complete."""
         self.parked.pop(key, None)
 
+    def deferred_blocks(self) -> dict[int, int]:
+        """Return how many deferred blocks each tier has."""
+        return {tier: len(holes) for tier, holes in self.holes.items()}
+
     def leave_to_requests(self, tier: int) -> None:
         """Stop offering every request's blocks to the tier: it is request-scoped."""
         self._whole_requests &= ~(1 << tier)
@@ -331,6 +335,10 @@ class MissingPrefixes:
     def audit(self) -> frozenset[Key]:
         """Return all holes. For tests and diagnosis."""
         return frozenset(key for key in (*self._deferred, *self._lost) if self.includes(key))
+
+    def __len__(self) -> int:
+        """Return the number of deferred blocks."""
+        return len(self._deferred)
 
     def waiting(self) -> dict[Key, DeferredBlock]:
         """Return the deferred blocks. For tests and diagnosis."""

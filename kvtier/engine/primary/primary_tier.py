@@ -159,6 +159,10 @@ class PrimaryTier(Actor):
         held = self.promotions.held_slots
         return self.slots.statistics(held, len(self._requests), self.account)
 
+    def deferred_blocks(self) -> dict[int, int]:
+        """Return how many deferred blocks each tier has."""
+        return self._cascades.deferred_blocks()
+
     def audit(self) -> PrimaryAudit:
         """Return the whole state, frozen. For tests and diagnosis: it costs O(n)."""
         return PrimaryAudit(

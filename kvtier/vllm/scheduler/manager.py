@@ -422,6 +422,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         # An engine without requests steps once for this, and so reports its first statistics:
         # all counters exist, at 0, before any of them counts anything.
         self._steps.on_idle(time.monotonic(), 0)  # vLLM asks when it has no request left
+        if ENDING.has_lasted(0.0):
+            self.facade.begin_to_end()
         return not ENDING.has_lasted(self._close_timeout_s) and (
             self._is_idle
             or self._flush_steps_left > 0

@@ -1,4 +1,4 @@
-"""The line that each tier writes when it can be used, and where commands put theirs."""
+"""The lines of tiers that can be used and of a closed runtime; where commands put theirs."""
 
 from __future__ import annotations
 
@@ -72,21 +72,26 @@ def disk(path: Path, cell: str, **others: Any) -> dict[str, Any]:
     }
 
 
-def start(*tiers: dict[str, Any]) -> SchedulerFacade:
+def start(*tiers: dict[str, Any], close_timeout_s: float = PATIENCE_S) -> SchedulerFacade:
     config = RuntimeConfig.from_mapping(
-        {"secondary_tiers": list(tiers), "close_timeout_s": PATIENCE_S},
+        {"secondary_tiers": list(tiers), "close_timeout_s": close_timeout_s},
         slot_count=SLOTS,
         block_bytes=BLOCK,
     )
     return open_runtime(config, SlotMemory.anonymous(SLOTS, BLOCK), Namespace({"model": "m"}))
 
 
-def store(facade: SchedulerFacade) -> None:
+def give(facade: SchedulerFacade) -> None:
+    """Have blocks stored, and wait for no tier."""
     facade.on_request_started("r")
     grant = facade.prepare_store(KEYS, "r")
     assert grant is not None
     facade.complete_store(grant.keys, "r")
     facade.on_request_finished("r")
+
+
+def store(facade: SchedulerFacade) -> None:
+    give(facade)
     until(lambda: facade.step_end() or facade.get_finished() == 0)
 
 
@@ -112,6 +117,36 @@ def test_a_tier_says_what_it_is_where_what_is_in_it_and_how_long_it_took(
         finally:
             assert facade.close()
         assert len(named(lines, "tier is open")) == 1
+
+
+@every_cell
+def test_a_runtime_that_is_closed_says_what_tiers_have_stored_meanwhile(
+    tmp_path: Path, cell: str, lines: Lines
+) -> None:
+    facade = start(disk(tmp_path / "kv", cell))
+    wait_for(lines, "tier is open")
+    store(facade)
+    assert facade.close()
+    facade = start(disk(tmp_path / "other", cell))
+    wait_for(lines, "tier is open", 2)
+    give(facade)
+    assert facade.close()
+    assert facade.close()
+    before, during = named(lines, "kvtier is closed")
+    assert (before["stored_blocks"], before["lost_blocks"]) == (0, 0), "nothing was left to do"
+    assert (during["stored_blocks"], during["lost_blocks"]) == (len(KEYS), 0)
+    assert "lost" not in during
+    assert during["log_level"] == "info"
+
+
+def test_what_a_closed_runtime_has_not_stored_is_named_by_tier(lines: Lines) -> None:
+    hangs = {"type": "memory", "capacity_bytes": 4 * BLOCK, "faults": {"store": {"hang": True}}}
+    facade = start({"type": "memory", "capacity_bytes": 4 * BLOCK}, hangs, close_timeout_s=0.2)
+    give(facade)
+    until(lambda: facade.get_finished() == 1)
+    facade.close()
+    (line,) = named(lines, "kvtier is closed")
+    assert (line["lost_blocks"], line["lost"]) == (len(KEYS), f"2:memory: {len(KEYS)}")
 
 
 def test_each_tier_has_a_line_of_its_own(tmp_path: Path, lines: Lines) -> None:
