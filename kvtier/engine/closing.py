@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from kvtier.core import wire
 from kvtier.plugin_api.log import log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvtier.core.actor import Actor
     from kvtier.core.wire import Message
@@ -20,10 +19,13 @@ if TYPE_CHECKING:
 class Closing:
     """Counts the stores of all tiers from when the engine begins to end."""
 
-    def __init__(self, primary: PrimaryTier, links: Sequence[TierLink]) -> None:
+    def __init__(
+        self, primary: PrimaryTier, links: Sequence[TierLink], clock: Callable[[], float]
+    ) -> None:
         self._primary = primary
         self._links = links
-        self._began_s = time.monotonic()
+        self._clock = clock
+        self._began_s = clock()
         self._before = [link.statistics().counts for link in links]
 
     def log_end(self, arrived: Iterable[tuple[Actor, Message]]) -> None:
@@ -43,5 +45,5 @@ class Closing:
             stored_blocks=stored,
             lost_blocks=sum(lost.values()),
             **({"lost": by_tier} if by_tier else {}),
-            seconds=round(time.monotonic() - self._began_s, 3),
+            seconds=round(self._clock() - self._began_s, 3),
         )

@@ -478,7 +478,7 @@ class SchedulerFacade:
     def begin_to_end(self) -> None:
         """Count what tiers store from now on, for the line that ``close`` logs."""
         if self._closing is None:
-            self._closing = Closing(self._primary, self._links)
+            self._closing = Closing(self._primary, self._links, self._clock)
 
     def close(self) -> bool:
         """End all tiers, waiting at most ``close_timeout_s`` in all. Safe to call twice.

@@ -61,6 +61,7 @@ class KeptConnection(ABC):
         self._problem: StoreFault | None = None  # why it is not up
         self._told: set[str] = set()
         self._has_good_news = False
+        self._told_at = 0.0  # of a fault that has not ended
         self._pause_s = PAUSE_S_MIN
         self._up_since = 0.0
         self.state = Connection.CONNECTING
@@ -153,7 +154,8 @@ class KeptConnection(ABC):
         self._up_since = clock()
         if self._has_good_news:
             self._has_good_news = False
-            log.info(f"{self._backend_type} tier: connected", **self._fields())
+            seconds = round(self._up_since - self._told_at, 3)
+            log.info(f"{self._backend_type} tier: connected", **self._fields(), seconds=seconds)
         self._enter(Connection.UP)
 
     def _fail(self, problem: StoreFault) -> None:
@@ -173,7 +175,8 @@ class KeptConnection(ABC):
         if reason in self._told or len(self._told) >= REASONS_MAX:
             return
         self._told.add(reason)
-        self._has_good_news = True
+        if not self._has_good_news:
+            self._has_good_news, self._told_at = True, clock()
         log.warning(
             f"{self._backend_type} tier: not connected, and not used until it is",
             **self._fields(),
