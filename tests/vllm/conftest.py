@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.plugin_api.log import log
 from tests.support.patient_limits import _patient_limits  # noqa: F401 - a fixture
 from tests.vllm.support.engine import TEST_RUN
 from tests.vllm.support.models import make_gemma, make_llama
@@ -24,6 +25,12 @@ os.environ[TEST_RUN] = str(os.getpid())
 # that takes twelve seconds. One release cannot read another's and writes its own in its place.
 _CACHE = Path(__file__).parents[2] / "build" / f"vllm-{vllm.__version__}"
 os.environ["VLLM_CACHE_ROOT"] = str(_CACHE)
+
+
+@pytest.fixture(autouse=True)
+def _own_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have kvtier print its lines: vLLM's handler keeps the output of the test that came first."""
+    monkeypatch.setattr(log, "_sink", None)
 
 
 @pytest.fixture(scope="session")
