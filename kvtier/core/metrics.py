@@ -129,6 +129,11 @@ MISSES: Final = Definition(
     "Requests by the reason for which their stored prefix ended, and the tier concerned.",
     ("tier", "reason"),
 )
+RECORDS_DROPPED: Final = Definition(
+    PREFIX + "records_dropped",
+    "counter",
+    "Requests that are not in the record: its file could not be written, or not fast enough.",
+)
 WAIT_SECONDS: Final = Definition(
     PREFIX + "request_wait_seconds",
     "histogram",
@@ -205,7 +210,7 @@ def tier_definitions() -> dict[str, Definition]:
 def primary_definitions() -> dict[str, Definition]:
     """Return the metrics of the primary tier and of the engine, by name."""
     return (
-        _by_name(INFO, SLOTS, MISSES, WAIT_SECONDS, ABSENT_SECONDS)
+        _by_name(INFO, SLOTS, MISSES, RECORDS_DROPPED, WAIT_SECONDS, ABSENT_SECONDS)
         | _definitions(declared(SourceCounts), "", ("tier",))
         | _definitions(declared(PrimaryCounts), "primary_", ())
     )

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from kvtier.settings.runtime_config import Ignores
 
 RANK: Final = "{dp_rank}"
-"""Replaced in a tier's texts by the engine's number, for places that no two engines may share."""
+"""Replaced in a tier's texts, and in ``record``, by the engine's number, for places that no two
+engines may share."""
 
 WHERE: Final = "kv_connector_extra_config"
 
@@ -122,6 +123,9 @@ def for_rank(tier: Mapping[str, Any], dp_rank: int) -> dict[str, Any]:
 
 
 def _of_rank(extra_config: Mapping[str, Any], dp_rank: int) -> Mapping[str, Any]:
+    record = extra_config.get("record")
+    if isinstance(record, str):
+        extra_config = {**extra_config, "record": record.replace(RANK, str(dp_rank))}
     tiers = extra_config.get("secondary_tiers")
     if not isinstance(tiers, list) or not all(isinstance(tier, dict) for tier in tiers):
         return extra_config  # the code that reads them refuses them

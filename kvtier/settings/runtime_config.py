@@ -191,6 +191,14 @@ class RuntimeConfig:
     """`"auto"` computes what would take longer to load; `"always"` loads all that tiers have"""
     prefill_tokens_per_s: option.Number | None = None
     """how fast the engine computes prompts; without it, that is learnt from the engine's steps"""
+    record: option.Path | None = None
+    """file to which the engine's requests are recorded, for
+    [`kvtier replay` and `kvtier size`](../how-to/replay-a-trace.md#record-your-own-requests);
+    `{dp_rank}` in it becomes the number of the engine. Needs the extra `compression`. Refused: a
+    file that cannot be written; a model with several KV-cache groups"""
+    record_bytes_max: Annotated[option.Size, Meta(ge=1 << 20)] = 1 << 30
+    """bytes of the record: at half of them the file gets the suffix `.1`, in place of the last one
+    with it, and a new one begins"""
     breaker_failures_max: Annotated[option.Integer, Meta(ge=1)] = 3
     """consecutive failures that open a tier's circuit breaker"""
     breaker_pause_s: option.Seconds = 1.0

@@ -10,6 +10,7 @@ from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.log import log
 from kvtier.runtime import open_runtime, wait_for_servers
 from kvtier.vllm.hosted.backend import HostingEngine
+from kvtier.vllm.recording import RecordingManager, open_recorder
 from kvtier.vllm.scheduler.manager import KVTierManager
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def build_manager(
     ``weights``: a readable identification of them, for the log.
     """
     began_s = time.monotonic()
+    recorder = open_recorder(config, spec)
     hosting = HostingEngine(spec, memory)
     facade = open_runtime(
         config,
@@ -48,7 +50,11 @@ def build_manager(
         collect_events=spec.kv_events_config.enable_kv_cache_events,
         engine=hosting,
     )
-    manager = KVTierManager(facade, config, spec, definitions, memory, region, hosting)
+    manager_class = KVTierManager if recorder is None else RecordingManager
+    manager = manager_class(facade, config, spec, definitions, memory, region, hosting)
+    if recorder is not None:
+        assert isinstance(manager, RecordingManager)
+        manager.record_to(recorder)
     connecting = wait_for_servers(config, lambda: _polled(facade))
     _say_ready(facade, config, connecting, weights, time.monotonic() - began_s)
     return manager

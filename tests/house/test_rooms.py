@@ -21,7 +21,8 @@ MAY_IMPORT = {  # all may import errors; nobody imports tools, which may import 
     "tier": {"plugin_api", "core"},  # never engine
     "hosts": {"plugin_api", "core", "settings", "tier"},
     "runtime": {"plugin_api", "core", "settings", "engine", "hosts"},
-    "vllm": {"plugin_api", "core", "settings", "engine", "runtime"},
+    "recording": {"plugin_api"},
+    "vllm": {"plugin_api", "core", "settings", "engine", "runtime", "recording"},
     "testing": {"plugin_api"},
     "backends": {"plugin_api"},
     "kvtier": {"plugin_api", "settings", "engine", "runtime"},  # what it publishes

@@ -1,6 +1,6 @@
-"""Reads traces of requests: Mooncake's format, Qwen-Bailian's, and a plain one of our own.
+"""Reads traces of requests: Mooncake's format, Qwen-Bailian's, a plain one, and kvtier's records.
 
-A trace is a file of JSON lines, one request a line, as it is or gzipped. It may
+A trace is a file of JSON lines, one request a line, as it is or compressed. It may
 come from anywhere, so nothing in it is trusted: every number has a bound, and a
 line costs bounded memory whatever is in it. A bad line is named by its number,
 and reading stops, or goes on and counts, as asked.
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, ge
 import msgspec
 
 from kvtier.errors import Misuse
+from kvtier.tools.replay import zstd_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -113,6 +114,11 @@ class _Plain(msgspec.Struct):
     output_length: _Tokens = msgspec.field(name="output_tokens", default=0)
 
 
+class _RecordHeader(msgspec.Struct):
+    version: Annotated[int, msgspec.Meta(ge=1, le=1)] = msgspec.field(name="kvtier_record")
+    block_tokens: Annotated[int, msgspec.Meta(ge=1, le=BLOCK_TOKENS_MAX)]
+
+
 class _Format(NamedTuple):
     """How to read one kind of line."""
 
@@ -133,9 +139,14 @@ FORMATS: Final = {
     "plain": _Format(
         msgspec.json.Decoder(_Plain), frozenset({"time_s", "blocks"}), "blocks", 1.0, 16
     ),
+    "recorded": _Format(
+        msgspec.json.Decoder(_Plain), frozenset({"kvtier_record"}), "blocks", 1.0, 16
+    ),
 }
 """By name. The block sizes are those of the published traces; vLLM's default for the plain one."""
 
+_HEADER_DECODER: Final = msgspec.json.Decoder(_RecordHeader)
+_HEADER_START: Final = b'{"kvtier_record":'
 _KEYS_DECODER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -221,6 +232,9 @@ class _Reader:
                     raise line
                 if line.isspace():
                     continue
+                if line.startswith(_HEADER_START):
+                    self._begin_record_untrusted(line)
+                    continue
                 self._requests.append(self._request_untrusted(line))
             except _BadLine as bad:
                 self._note(number, str(bad))
@@ -230,6 +244,18 @@ class _Reader:
             if self._references > REFERENCES_MAX:
                 break
         self._refuse_too_large(limit)
+
+    def _begin_record_untrusted(self, line: bytes) -> None:
+        """Take in the header of a record; one stands wherever a part of the record begins."""
+        header: _RecordHeader = _decode_untrusted(_HEADER_DECODER, line)
+        if self._format_name == "auto":
+            self._format_name = "recorded"
+        if self._block_tokens not in {None, header.block_tokens}:
+            raise _BadLine(
+                f"the record's blocks have {header.block_tokens} tokens from here on, and "
+                f"{self._block_tokens} were recorded before, or set"
+            )
+        self._block_tokens = header.block_tokens
 
     def finish(self) -> Trace:
         """Return what was read, in order of time."""
@@ -275,7 +301,7 @@ class _Reader:
         if self._format_name == "auto":
             self._format_name = _format_of_untrusted(line)
         kind = FORMATS[self._format_name]
-        row = _decode_untrusted(kind, line)
+        row: _Mooncake | _Plain = _decode_untrusted(kind.decoder, line)
         _check_ids(row, kind, self._block_tokens or kind.block_tokens)
         time_s = row.timestamp * kind.seconds_per_unit
         if self._requests and abs(time_s - self._requests[0].time_s) > SPAN_S_MAX:
@@ -329,6 +355,8 @@ def _lines_untrusted(file: io.BufferedReader) -> Iterator[tuple[int, bytes | _Ba
     stream: io.BufferedIOBase = file
     if file.peek(2)[:2] == GZIP_MAGIC:
         stream = gzip.GzipFile(fileobj=file)
+    elif file.peek(4)[:4] == zstd_frames.MAGIC:
+        stream = io.BufferedReader(_zstd(file))
     number = 0
     while True:
         number += 1
@@ -340,10 +368,10 @@ def _lines_untrusted(file: io.BufferedReader) -> Iterator[tuple[int, bytes | _Ba
             while too_long and line and not line.endswith(b"\n"):
                 line = stream.readline(LINE_BYTES_MAX)
         except EOFError:
-            yield number, _Unreadable("the gzip file ends in the middle: it is truncated")
+            yield number, _Unreadable("the file ends in the middle: it is truncated")
             return
-        except (zlib.error, gzip.BadGzipFile) as error:
-            yield number, _Unreadable(f"the gzip file is damaged from here on ({error})")
+        except (zlib.error, gzip.BadGzipFile, zstd_frames.DamagedZstd) as error:
+            yield number, _Unreadable(f"the file is damaged from here on ({error})")
             return
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
@@ -351,6 +379,13 @@ def _lines_untrusted(file: io.BufferedReader) -> Iterator[tuple[int, bytes | _Ba
             yield number, _BadLine(f"it is longer than {LINE_BYTES_MAX >> 20} MiB")
         else:
             yield number, line
+
+
+def _zstd(file: io.BufferedReader) -> zstd_frames.ZstdFrames:
+    try:
+        return zstd_frames.ZstdFrames(file)
+    except zstd_frames.ZstdMissing as missing:
+        raise TraceError(f"{file.name}: {missing}") from missing
 
 
 def _format_of_untrusted(line: bytes) -> str:
@@ -367,14 +402,13 @@ def _format_of_untrusted(line: bytes) -> str:
     )
 
 
-def _decode_untrusted(kind: _Format, line: bytes) -> _Mooncake | _Plain:
+def _decode_untrusted(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:  # noqa: ANN401
     try:
         if not line.isascii():
             line.decode()  # the decoder does not look into fields that nobody asked for
-        row: _Mooncake | _Plain = kind.decoder.decode(line)
+        return decoder.decode(line)
     except (ValueError, RecursionError) as error:
         raise _BadLine(_diagnosis(error)) from error
-    return row
 
 
 def _diagnosis(error: Exception) -> str:

@@ -34,6 +34,7 @@ from kvtier.core.metrics import (
     LOAD_SECONDS,
     LOOKUPS_PER_SECOND,
     MISSES,
+    RECORDS_DROPPED,
     SLOTS,
     STORE_BYTES,
     STORE_SECONDS,
@@ -155,8 +156,8 @@ class _Counters(Generic[C]):
         self._now = now
 
 
-def _faults() -> _Counters[int]:
-    return _Counters([(FAULTS.name, ())], lambda now: (now,))
+def _counter(metric: str) -> _Counters[int]:
+    return _Counters([(metric, ())], lambda now: (now,))
 
 
 def _misses(label: _Label) -> _Counters[Mapping[AbsenceReason, int]]:
@@ -250,7 +251,7 @@ class TierExporter:
         self._watch = watch
         own = counter_series(TierCounts, "tier_", (tier.name,))
         self._tier = _Tier(tier.name, tier.type, own)
-        self._faults = _faults()
+        self._faults = _counter(FAULTS.name)
         self._drops = _drops()
 
     def collect(
@@ -301,8 +302,10 @@ class MetricsExporter:
             _Counters.of(counter_series(SourceCounts, "", label)) for label in self._source_labels
         ]
         self._misses = [_misses(label) for label in self._source_labels]
-        self._faults = _faults()
+        self._faults = _counter(FAULTS.name)
         self._drops = _drops()
+        self.records_dropped: Callable[[], int] = lambda: 0  #: of an engine that records
+        self._records = _counter(RECORDS_DROPPED.name)
         self._slots: tuple[float | None, ...] = (None,) * len(_SLOT_GAUGES)
         self._gauges: dict[tuple[str, _Label], float] = {}
         self._seen = -1  # the amount of activity at the last call
@@ -350,6 +353,7 @@ class MetricsExporter:
         for misses, reasons in zip(self._misses, now.primary.misses, strict=True):
             misses.report(sample, reasons)
         self._faults.report(sample, now.faults)
+        self._records.report(sample, self.records_dropped())
         self._report_slots(sample, now.primary)
         for reported, tier in zip(self._tiers, now.tiers, strict=True):
             reported.report(sample, tier)

@@ -1,12 +1,12 @@
 """Wraps four methods of vLLM's connector to get facts that vLLM does not pass to the manager.
 
 In the scheduler: how far each group looks back, and which are a draft's
-(``memory/group_kinds.py``); which requests it leaves waiting (``resumed.py``), or
-start from a hit in vLLM's own prefix cache (``scheduler/requests.py``); and that a request
-ends in this step, which vLLM reports in the next (``scheduler/metrics.py``). In workers: how the
-KV caches are laid out (``identity/page_facts.py``). A fifth method is wrapped if needed, to keep
-the connector from storing the wrong blocks of a prompt that a client streams. The first wrapper
-also warns of vLLM's errors with the Mamba layers of such groups, and prevents them if it can.
+(``memory/group_kinds.py``); which requests it leaves waiting (``resumed.py``), or start from a hit
+in vLLM's own prefix cache (``scheduler/requests.py``, and ``recording.py``); and that a request
+ends in this step, which vLLM reports in the next (``scheduler/metrics.py``). In workers: how the KV
+caches are laid out (``identity/page_facts.py``). A fifth method is wrapped if needed, to keep the
+connector from storing the wrong blocks of a prompt that a client streams. The first wrapper also
+warns of vLLM's errors with the Mamba layers of such groups, and prevents them if it can.
 """
 
 from __future__ import annotations
@@ -121,6 +121,9 @@ def _telling_who_waits(real: Callable[..., Any]) -> Callable[..., Any]:
         **named: Any,  # noqa: ANN401 - as above
     ) -> Any:  # noqa: ANN401 - as above
         found = real(connector, request, num_computed_tokens, *rest, **named)
+        on_request_matched = getattr(connector.manager, "on_request_matched", None)
+        if on_request_matched is not None:
+            on_request_matched(request, num_computed_tokens)
         if num_computed_tokens:
             requests = getattr(connector.manager, "requests", None)
             if requests is not None:

@@ -1,0 +1,205 @@
+"""Writes one line per request to a compressed file, without making the scheduler wait.
+
+The scheduler's thread appends one small tuple per request to a bounded queue. A daemon thread
+encodes what has come, compresses it to one zstd frame, and appends that to the file: each frame
+begins with the header line, so files can be cut or put together at any frame. A full queue, or a
+medium that fails or hangs, drops records: they are counted, and that is logged once.
+
+The file is opened anew for each frame, about once a second. That costs less than keeping track of
+whether a file that is held open is still the one at the path. A frame that was written only in
+part is cut off again, since nothing behind it could be read.
+
+Keys are hashes of a whole prefix; the file has their first 64 bits. It has no tokens and no text.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import time
+from collections import Counter, deque
+from struct import unpack
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from kvtier.errors import ConfigError
+from kvtier.plugin_api.extras import install
+from kvtier.plugin_api.log import log
+from kvtier.plugin_api.threads import daemon_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+VERSION: Final = 1
+REQUESTS_QUEUED_MAX: Final = 4096
+KEYS_QUEUED_MAX: Final = 500_000  #: of queued requests; they are held until they are written
+FRAME_BYTES: Final = 1 << 20  #: before compression; a frame ends with the line that reaches it
+WRITE_S: Final = 1.0
+LEVEL: Final = 3
+FILE_MODE: Final = 0o600
+ID_BYTES: Final = 8
+
+
+class Record(NamedTuple):
+    """One request that has ended. Times in seconds since 1970."""
+
+    arrived_s: float
+    started_s: float | None  #: when it first loaded or ran; None: it never did
+    ended_s: float
+    tokens: int
+    output_tokens: int
+    gpu_tokens: int  #: found in the engine's own prefix cache
+    loaded: Sequence[bytes]  #: keys whose blocks the GPU loaded
+    sources: Mapping[bytes, int]  #: of these: from which tier; the others from the primary tier
+    keys: Iterable[bytes]  #: of the prompt, head to tail; more may follow
+
+
+class Recorder:
+    """The records of one engine: ``add`` on the scheduler's thread, all else on a thread here."""
+
+    def __init__(
+        self, path: str, bytes_max: int, *, block_tokens: int, tiers: Sequence[str]
+    ) -> None:
+        """Check that the file can be written, else raise ``ConfigError``.
+
+        ``bytes_max``: of the file and its predecessor together. ``tiers``: names, the primary
+        tier's first.
+        """
+        try:
+            import zstandard  # noqa: PLC0415 - an extra
+        except ImportError:
+            raise ConfigError(
+                f"record={path!r} needs the zstandard library. {install('compression')}"
+            ) from None
+        self._compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
+        self._path = path
+        self._file_bytes_max = bytes_max // 2
+        self._block_tokens = block_tokens
+        self._tiers = tiers
+        self._header = msgspec.json.encode({"kvtier_record": VERSION, "block_tokens": block_tokens})
+        self._queue: deque[tuple[Record, int]] = deque()
+        self._keys_added = self._keys_taken = 0  # each written by one thread
+        self._dropped_full = self._dropped_failed = 0  # likewise
+        self._said_full = self._said_failed = False
+        self._stops = threading.Event()
+        self._thread = daemon_thread(self._run, "kvtier-recorder")
+        try:
+            os.close(self._open())
+        except OSError as error:
+            raise ConfigError(
+                f"record={path!r} cannot be written: {error.strerror or error}. Make its folder, "
+                "change who may write there, or choose another path."
+            ) from error
+
+    @property
+    def dropped(self) -> int:
+        """The number of requests that were not recorded."""
+        return self._dropped_full + self._dropped_failed
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    def add(self, record: Record, key_count: int) -> None:
+        """Queue a request's record, or drop it if the queue is full. Scheduler's thread."""
+        queued_keys = self._keys_added - self._keys_taken
+        if len(self._queue) >= REQUESTS_QUEUED_MAX or queued_keys > KEYS_QUEUED_MAX:
+            self._dropped_full += 1
+            if not self._said_full:
+                self._said_full = True
+                log.warning("requests are not recorded: writing the record is too slow (said once)")
+            return
+        self._keys_added += key_count
+        self._queue.append((record, key_count))
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is queued; a medium that hangs is left behind after ``timeout_s``."""
+        self._stops.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    # --- the recorder's own thread ---
+
+    def _run(self) -> None:
+        while True:
+            is_last = self._stops.wait(WRITE_S)
+            while self._queue:
+                self._write_frame()
+            if is_last:
+                return
+
+    def _write_frame(self) -> None:
+        lines = [self._header]
+        size = 0
+        while self._queue and size < FRAME_BYTES:
+            record, key_count = self._queue.popleft()
+            lines.append(self._line(record))
+            size += len(lines[-1])
+            self._keys_taken += key_count
+            time.sleep(0)  # the scheduler's thread may want the GIL
+        frame = self._compressor.compress(b"\n".join([*lines, b""]))
+        try:
+            self._append(frame)
+        except OSError as error:
+            self._dropped_failed += len(lines) - 1
+            if not self._said_failed:
+                self._said_failed = True
+                log.warning(
+                    "requests are not recorded: the file cannot be written (said once)",
+                    path=self._path,
+                    error=error.strerror or str(error),
+                )
+
+    def _line(self, record: Record) -> bytes:
+        full = record.tokens // self._block_tokens
+        ids = [key[:ID_BYTES] for _, key in zip(range(full), record.keys, strict=False)]
+        tiers, sources = self._tiers, record.sources
+        loaded = Counter(tiers[sources.get(key, -1) + 1] for key in record.loaded)
+        loaded_tokens = {tier: n * self._block_tokens for tier, n in loaded.items()}
+        line: dict[str, Any] = {
+            "time_s": round(record.arrived_s, 6),
+            "started_s": None if record.started_s is None else round(record.started_s, 6),
+            "ended_s": round(record.ended_s, 6),
+            "tokens": record.tokens,
+            "output_tokens": record.output_tokens,
+            "gpu_tokens": record.gpu_tokens,
+            "loaded_tokens": loaded_tokens,
+            "computed_tokens": record.tokens - record.gpu_tokens - sum(loaded_tokens.values()),
+            "blocks": unpack(f"<{len(ids)}Q", b"".join(ids)),
+        }
+        return msgspec.json.encode(line)
+
+    def _append(self, frame: bytes) -> None:
+        """Append a frame, whole or not at all. Raises ``OSError``."""
+        if len(frame) > self._file_bytes_max:
+            raise OSError(errno.EFBIG, "a request takes more than half of record_bytes_max")
+        descriptor = self._open()
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and size + len(frame) > self._file_bytes_max:
+                os.replace(self._path, f"{self._path}.1")  # noqa: PTH105 - of a text
+                os.close(descriptor)
+                descriptor = -1
+                descriptor, size = self._open(), 0
+            try:
+                written = 0
+                while written < len(frame):
+                    written += os.write(descriptor, frame[written:])
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _open(self) -> int:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        descriptor = os.open(self._path, flags, FILE_MODE)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(None, "it is not a regular file")
+        os.fchmod(descriptor, FILE_MODE)
+        return descriptor
