@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -168,6 +169,7 @@ def _tiers_with_trace(
         report["recommended"] = _tier_figures(recommended, facts)
         _show_tiers("Recommended at these prices", report["recommended"])
         first = (f"tier {recommended[0].name}, as recommended", recommended[0].blocks)
+        report["extra_config"] = _show_extra_config(report["recommended"], facts.block_tokens)
     if first is not None:
         report["engines"] = _show_engines(asked, first[1] * facts.block_tokens, first[0])
     return report
@@ -352,6 +354,32 @@ def _show_tiers(title: str, tiers: Sequence[Mapping[str, Any]]) -> None:
         for tier in tiers
     ]
     table(title, ["tier", "GiB", "tokens", "hits here", "hits so far", "price"], rows)
+
+
+def _show_extra_config(
+    tiers: Sequence[Mapping[str, Any]], block_tokens: int
+) -> dict[str, Any] | None:
+    """Print the configuration of the tiers with a size: the dearest in memory, the others disks."""
+    sized = [tier for tier in tiers if tier["blocks"]]
+    if not sized:
+        return None
+    config = {
+        "spec_name": "KVTierOffloadingSpec",
+        "spec_module_path": "kvtier.vllm",
+        "cpu_bytes_to_use": sized[0]["bytes"],
+        **({} if block_tokens == BLOCK_TOKENS else {"block_size": block_tokens}),
+        "secondary_tiers": [
+            {
+                "type": "disk",
+                "name": tier["name"],
+                "path": f"/path/to/{tier['name']}",
+                "capacity_bytes": tier["bytes"],
+            }
+            for tier in sized[1:]
+        ],
+    }
+    print(f"kv_connector_extra_config, with paths that you choose:\n{json.dumps(config, indent=2)}")
+    return config
 
 
 def _show_engines(asked: _Asked, tokens: int, what: str) -> dict[str, int]:

@@ -353,10 +353,11 @@ def _size_of(file: io.BufferedReader) -> int:
 def _lines_untrusted(file: io.BufferedReader) -> Iterator[tuple[int, bytes | _BadLine]]:
     """Give each line with its number, or what is wrong with it, in bounded memory."""
     stream: io.BufferedIOBase = file
+    kind = "gzip"
     if file.peek(2)[:2] == GZIP_MAGIC:
         stream = gzip.GzipFile(fileobj=file)
     elif file.peek(4)[:4] == zstd_frames.MAGIC:
-        stream = io.BufferedReader(_zstd(file))
+        stream, kind = io.BufferedReader(_zstd(file)), "zstd"
     number = 0
     while True:
         number += 1
@@ -368,10 +369,10 @@ def _lines_untrusted(file: io.BufferedReader) -> Iterator[tuple[int, bytes | _Ba
             while too_long and line and not line.endswith(b"\n"):
                 line = stream.readline(LINE_BYTES_MAX)
         except EOFError:
-            yield number, _Unreadable("the file ends in the middle: it is truncated")
+            yield number, _Unreadable(f"the {kind} file ends in the middle: it is truncated")
             return
         except (zlib.error, gzip.BadGzipFile, zstd_frames.DamagedZstd) as error:
-            yield number, _Unreadable(f"the file is damaged from here on ({error})")
+            yield number, _Unreadable(f"the {kind} file is damaged from here on ({error})")
             return
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
