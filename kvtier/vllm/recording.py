@@ -71,7 +71,7 @@ class RecordingManager(KVTierManager):
         """Begin to record. Once, before the first request."""
         self._recorder = recorder
         self._asked: dict[str, _Asked] = {}
-        self._metrics.records_dropped = lambda: recorder.dropped
+        self._metrics.count_records(lambda: recorder.dropped)
         recorder.start()
 
     def on_request_matched(self, request: Any, gpu_tokens: int) -> None:  # noqa: ANN401 - vLLM's

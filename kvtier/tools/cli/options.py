@@ -50,7 +50,7 @@ Sizes = Annotated[str, Parameter(metavar="SIZES")]
 class TraceOptions:
     """How to read a trace of requests."""
 
-    format: Literal["auto", "mooncake", "qwen-bailian", "plain"] = "auto"
+    format: Literal["auto", "mooncake", "qwen-bailian", "plain", "recorded"] = "auto"
     """format of the trace; by default recognised by its fields"""
 
     block_tokens: Count = None

@@ -304,12 +304,16 @@ class MetricsExporter:
         self._misses = [_misses(label) for label in self._source_labels]
         self._faults = _counter(FAULTS.name)
         self._drops = _drops()
-        self.records_dropped: Callable[[], int] = lambda: 0  #: of an engine that records
+        self._records_dropped: Callable[[], int] = lambda: 0
         self._records = _counter(RECORDS_DROPPED.name)
         self._slots: tuple[float | None, ...] = (None,) * len(_SLOT_GAUGES)
         self._gauges: dict[tuple[str, _Label], float] = {}
         self._seen = -1  # the amount of activity at the last call
         self._next_at = -math.inf  # while requests run, there is no report before this time
+
+    def count_records(self, dropped: Callable[[], int]) -> None:
+        """Report, of an engine that records its requests, how many records were dropped."""
+        self._records_dropped = dropped
 
     def report_at_once(self) -> None:
         """Report all changes with this step: a user may read them."""
@@ -353,7 +357,7 @@ class MetricsExporter:
         for misses, reasons in zip(self._misses, now.primary.misses, strict=True):
             misses.report(sample, reasons)
         self._faults.report(sample, now.faults)
-        self._records.report(sample, self.records_dropped())
+        self._records.report(sample, self._records_dropped())
         self._report_slots(sample, now.primary)
         for reported, tier in zip(self._tiers, now.tiers, strict=True):
             reported.report(sample, tier)

@@ -15,6 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier.recording import recorder as recorder_module
 from kvtier.recording.recorder import Record, Recorder
 from kvtier.tools.replay.traces import TraceError, read_trace
+from tests.support.patience import PATIENCE_S
 
 MIB = 1 << 20
 
@@ -48,7 +49,7 @@ def written(path: Path, *records: Record, bytes_max: int = MIB) -> Recorder:
     for each in records:
         recorder.add(each, len(list(each.keys)))
     recorder.start()
-    recorder.close(60.0)
+    recorder.close(PATIENCE_S)
     return recorder
 
 

@@ -1,4 +1,4 @@
-"""What the trace reader promises: it reads three formats, and names what it cannot read."""
+"""What the trace reader promises: it reads four formats, and names what it cannot read."""
 
 from __future__ import annotations
 
@@ -300,5 +300,5 @@ def test_the_examples_of_the_reference_can_be_read(tmp_path: Path) -> None:
     page = Path(__file__).parents[3] / "docs/reference/trace-formats.md"
     examples = re.findall(r"^```json\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     found = [read(tmp_path, example.encode()) for example in examples]
-    assert [trace.format for trace in found] == ["mooncake", "qwen-bailian", "plain"]
+    assert [trace.format for trace in found] == ["mooncake", "qwen-bailian", "plain", "recorded"]
     assert all(len(trace.requests[0].blocks) == 3 for trace in found)
