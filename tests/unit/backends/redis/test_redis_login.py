@@ -114,16 +114,16 @@ async def test_a_password_that_changes_is_read_again(server: RedisServer, passwo
     with capture_logs() as lines:
         async with open_redis(server.url, password_file=password) as tier:
             assert await tier.store(1) == [Outcome.DONE]
-            Path(password).write_text("second")
-            rotate(server, SECRET, "second")
+            Path(password).write_text("swordfish")
+            rotate(server, SECRET, "swordfish")
             await until_served(tier)
             assert not [line for line in lines if "has what was refused" in str(line)]
-            rotate(server, "second", "third")
+            rotate(server, "swordfish", "rosebud")
             await until_true(lambda: "has what was refused" in str(lines))
             assert password in str(lines)
-            Path(password).write_text("third")
+            Path(password).write_text("rosebud")
             await until_served(tier)
-    assert not [each for each in ("second", "third") if each in str(lines)]
+    assert not [each for each in ("swordfish", "rosebud") if each in str(lines)]
 
 
 async def test_a_password_file_that_others_may_read_by_now_is_not_used(
