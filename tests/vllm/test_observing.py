@@ -212,7 +212,8 @@ def methods(owner: type) -> Iterator[tuple[type, str]]:
 
 
 PARTS = [
-    *methods(MetricsExporter),
+    # ``count_records``: only sets what an engine that records counts.
+    *(each for each in methods(MetricsExporter) if each[1] != "count_records"),
     *methods(metrics._Counters),
     *methods(metrics._Tier),
     *methods(Sample),
