@@ -13,6 +13,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvtier.engine.account.sampling import EveryNth
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -44,21 +46,18 @@ class Absences:
         horizon = TURNOVERS * slot_count
         remembered = min(max(slot_count // SLOTS_A_KEY, REMEMBERED_MIN), REMEMBERED_MAX)
         self._keys_max = min(horizon, remembered)
-        self._every = horizon // self._keys_max
-        self._skipped = 0  # keys until the next that is remembered
+        self._sample = EveryNth(horizon // self._keys_max)
         self._of: dict[Key, Absence] = {}  # the oldest first
 
     def add(self, keys: Sequence[Key], source: int, reason: AbsenceReason, now: float) -> None:
         """Note that these blocks are gone from a source, or never got there."""
-        every, first = self._every, self._skipped
-        self._skipped = (first - len(keys)) % every
-        if first >= len(keys):
+        sampled = self._sample.of(keys)
+        if not sampled:
             return
-        absence = Absence(source, reason, now, every)
-        for key in keys[first::every]:
-            before = self._of.pop(key, None)
-            is_told = before is not None and before.reason == "not_admitted"
-            self._of[key] = before if is_told and before is not None else absence
+        absence = Absence(source, reason, now, self._sample.every)
+        for key in sampled:
+            before = self._of.pop(key, absence)
+            self._of[key] = before if before.reason == "not_admitted" else absence
         excess = len(self._of) - self._keys_max
         if excess > 0:
             for key in list(islice(self._of, excess)):

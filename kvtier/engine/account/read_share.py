@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kvtier.engine.account.sampling import EveryNth
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -20,13 +22,12 @@ class ReadShare:
 
     def __init__(self, counts: TierCounts) -> None:
         self._counts = counts
-        self._skipped = 0
+        self._sample = EveryNth(EVERY)
         self._unread: dict[Key, None] = {}
 
     def on_stored(self, keys: Sequence[Key]) -> None:
         """Note that the tier has stored blocks."""
-        sampled = keys[self._skipped :: EVERY]
-        self._skipped = (self._skipped - len(keys)) % EVERY
+        sampled = self._sample.of(keys)
         self._counts.sampled_stores += len(sampled)
         for key in sampled:
             self._unread[key] = None

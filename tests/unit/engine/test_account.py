@@ -132,7 +132,7 @@ def test_a_large_engine_remembers_a_sample_that_counts_for_all() -> None:
     for first in range(0, len(keys), 7):
         absences.add(keys[first : first + 7], 0, "evicted", 0.0)
     counted = sum(found.weight for key in keys if (found := absences.of(key)) is not None)
-    assert abs(counted - len(keys)) <= absences._every
+    assert abs(counted - len(keys)) <= absences._sample.every
     for n in range(100):
         absences.add([b"%d more %d" % (n, m) for m in range(100_000)], 0, "evicted", 0.0)
     assert len(absences._of) == absences._keys_max
