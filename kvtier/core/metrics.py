@@ -182,24 +182,12 @@ def declared(counts: type[Counts]) -> Mapping[str, Metric]:
 
 def counter_series(counts: type[Counts], prefix: str, label: tuple[str, ...] = ()) -> list[Series]:
     """Return the series of the counters that only kvtier has."""
-    return [
-        Series(
-            _name(metric, prefix, attribute), (*label, *(at for _, at in metric.labels)), attribute
-        )
-        for attribute, metric in declared(counts).items()
-        if not metric.in_vllm
-    ]
+    return _series(declared(counts), prefix, label)
 
 
 def backend_series(kind: str, metrics: Mapping[str, BackendMetric], tier: str) -> list[Series]:
     """Return the series of what a backend counts. ``kind``: the tier's type."""
-    prefix = _type_prefix(kind)
-    return [
-        Series(
-            _name(metric, prefix, attribute), (tier, *(at for _, at in metric.labels)), attribute
-        )
-        for attribute, metric in metrics.items()
-    ]
+    return _series(metrics, _type_prefix(kind), (tier,))
 
 
 def tier_definitions() -> dict[str, Definition]:
@@ -240,6 +228,14 @@ def _definitions(
             if not metric.in_vllm
         )
     )
+
+
+def _series(metrics: Mapping[str, Metric], prefix: str, label: tuple[str, ...]) -> list[Series]:
+    return [
+        Series(_name(metric, prefix, name), (*label, *(at for _, at in metric.labels)), name)
+        for name, metric in metrics.items()
+        if not metric.in_vllm
+    ]
 
 
 def _name(metric: Metric, prefix: str, attribute: str) -> str:

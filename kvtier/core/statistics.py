@@ -257,8 +257,8 @@ class PrimaryStatistics(msgspec.Struct, frozen=True):
     requests: int
     counts: PrimaryCounts  #: as they were then
     sources: tuple[SourceCounts, ...]  #: of the primary tier, then of each secondary tier
-    #: Of the same: requests by the reason for which their stored prefix ended.
-    misses: tuple[Mapping[AbsenceReason, int], ...]
+    #: Of the same: requests by the ``AbsenceReason`` for which their stored prefix ended.
+    misses: tuple[Mapping[str, int], ...]
 
 
 class TierSpeed(msgspec.Struct, frozen=True):

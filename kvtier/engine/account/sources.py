@@ -28,7 +28,7 @@ class Account:
     def __init__(self, primary: PrimaryCounts, slot_count: int, tier_count: int) -> None:
         self.primary = primary  #: the counts that are of no source
         self.counts = [SourceCounts() for _ in range(1 + tier_count)]
-        self.misses: list[dict[AbsenceReason, int]] = [{} for _ in self.counts]
+        self.misses: list[dict[str, int]] = [{} for _ in self.counts]
         self.absent_seconds: Observed[tuple[int, float]] = Observed()  #: source, age of an eviction
         self.wait_seconds: Observed[float] = Observed()  #: of requests that waited for tiers
         self._absences = Absences(slot_count)

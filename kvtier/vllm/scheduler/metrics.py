@@ -131,8 +131,8 @@ class _Counters(Generic[C]):
         return cls(series, attrgetter(*(each.attribute for each in counters)))
 
     @classmethod
-    def of_backend(cls, counters: Sequence[Series]) -> _Counters[Mapping[str, int]]:
-        """Return an instance that reports what a backend counts; what it leaves out is 0."""
+    def of_mapping(cls, counters: Sequence[Series]) -> _Counters[Mapping[str, int]]:
+        """Return an instance that reports counts in a mapping; what it leaves out is 0."""
         series = ((each.metric, each.label) for each in counters)
         names = [each.attribute for each in counters]
         return _Counters(series, lambda now: tuple(now.get(name, 0) for name in names))
@@ -160,10 +160,9 @@ def _counter(metric: str) -> _Counters[int]:
     return _Counters([(metric, ())], lambda now: (now,))
 
 
-def _misses(label: _Label) -> _Counters[Mapping[AbsenceReason, int]]:
+def _misses(label: _Label) -> _Counters[Mapping[str, int]]:
     reasons = get_args(AbsenceReason)
-    series = [(MISSES.name, (*label, reason)) for reason in reasons]
-    return _Counters(series, lambda now: tuple(now.get(reason, 0) for reason in reasons))
+    return _Counters.of_mapping([Series(MISSES.name, (*label, each), each) for each in reasons])
 
 
 def _drops() -> _Counters[Mapping[str, int]]:
@@ -181,7 +180,7 @@ class _Tier:
         metrics = backend_class(kind).metrics
         is_gauge = {each: isinstance(metric, Gauge) for each, metric in metrics.items()}
         series = backend_series(kind, metrics, name)
-        self._backend = _Counters.of_backend(
+        self._backend = _Counters.of_mapping(
             [each for each in series if not is_gauge[each.attribute]]
         )
         self._gauges = {each.attribute: each for each in series if is_gauge[each.attribute]}

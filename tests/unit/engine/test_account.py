@@ -20,7 +20,7 @@ def source(story: Story, number: int) -> SourceCounts:
     return story.primary.sources[number]
 
 
-def misses(story: Story) -> dict[tuple[int, AbsenceReason], int]:
+def misses(story: Story) -> dict[tuple[int, str], int]:
     """Return how often which reason is counted of which source."""
     counted = story.primary.misses
     return {(n, reason): count for n, each in enumerate(counted) for reason, count in each.items()}
