@@ -115,9 +115,13 @@ class Recorder:
         self._keys_added += key_count
         self._queue.append((record, key_count))
 
-    def close(self, timeout_s: float) -> None:
-        """Write what is queued; a medium that hangs is left behind after ``timeout_s``."""
+    def begin_to_close(self) -> None:
+        """Have what is queued written now. Returns at once; nothing may be added any more."""
         self._stops.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Wait until it is written; a medium that hangs is left behind after ``timeout_s``."""
+        self.begin_to_close()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
@@ -136,22 +140,30 @@ class Recorder:
         size = 0
         while self._queue and size < FRAME_BYTES:
             record, key_count = self._queue.popleft()
-            lines.append(self._line(record))
-            size += len(lines[-1])
             self._keys_taken += key_count
+            try:
+                line = self._line(record)
+            except Exception as error:  # noqa: BLE001 - one odd request must not end the record
+                self._drop(1, "a request cannot be written", repr(error))
+                continue
+            lines.append(line)
+            size += len(line)
             time.sleep(0)  # the scheduler's thread may want the GIL
+        if len(lines) == 1:
+            return
         frame = self._compressor.compress(b"\n".join([*lines, b""]))
         try:
             self._append(frame)
         except OSError as error:
-            self._dropped_failed += len(lines) - 1
-            if not self._said_failed:
-                self._said_failed = True
-                log.warning(
-                    "requests are not recorded: the file cannot be written (said once)",
-                    path=self._path,
-                    error=error.strerror or str(error),
-                )
+            reason = error.strerror or str(error)
+            self._drop(len(lines) - 1, "the file cannot be written", reason)
+
+    def _drop(self, count: int, what: str, error: str) -> None:
+        self._dropped_failed += count
+        if not self._said_failed:
+            self._said_failed = True
+            event = f"requests are not recorded: {what} (said once)"
+            log.warning(event, path=self._path, error=error)
 
     def _line(self, record: Record) -> bytes:
         full = record.tokens // self._block_tokens

@@ -120,5 +120,7 @@ class RecordingManager(KVTierManager):
 
     @override
     def shutdown(self) -> None:
+        until = time.monotonic() + self._close_timeout_s
+        self._recorder.begin_to_close()  # while the tiers end, which have the same time
         super().shutdown()
-        self._recorder.close(self._close_timeout_s)
+        self._recorder.close(max(0.0, until - time.monotonic()))

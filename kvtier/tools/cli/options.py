@@ -164,7 +164,7 @@ class WorkloadOptions:
     """The requests that the tiers are for."""
 
     trace: Annotated[str | None, Parameter(metavar="FILE")] = None
-    """a trace of requests; gzip is recognised"""
+    """a trace of requests; gzip and zstd are recognised"""
 
     policy: Annotated[str | None, Parameter(metavar="NAME")] = None
     """eviction policy; by default the runtime's"""

@@ -30,7 +30,7 @@ def replay(
     Parameters
     ----------
     trace
-        the trace; gzip is recognised
+        the trace; gzip and zstd are recognised
     """
     if alone.policies:
         from kvtier.tools.cli.curves import run_curves  # noqa: PLC0415 - only what was asked for

@@ -132,6 +132,16 @@ def test_what_a_full_medium_does_not_take_is_dropped_counted_and_cut_off_again(
     assert len(read_trace(path).requests) == 2
 
 
+def test_a_request_that_cannot_be_written_is_dropped_and_those_behind_it_are_recorded(
+    tmp_path: Path,
+) -> None:
+    """It ended the thread, and with it the record."""
+    path = tmp_path / "r.zst"
+    odd = record(loaded=keys_of(1, 1), sources={keys_of(1, 1)[0]: 7})  # there is no such tier
+    assert written(path, record(), odd, record(tokens=None), record()).dropped == 2
+    assert len(read_trace(path).requests) == 2
+
+
 def test_a_queue_that_nobody_empties_is_bounded_in_requests_and_in_keys(tmp_path: Path) -> None:
     recorder = made(tmp_path / "r.zst")
     for _ in range(recorder_module.REQUESTS_QUEUED_MAX + 3):
