@@ -194,6 +194,12 @@ class LoadSources(Message, frozen=True, gc=False):
     request: RequestId
 
 
+class AskReport(Message, frozen=True, gc=False):
+    """What have tiers done for this request? Answered with a ``RequestReport``, or None."""
+
+    request: RequestId
+
+
 class Reset(Message, frozen=True, gc=False):
     """Forget every block of the primary tier, and begin a new epoch.
 
@@ -326,13 +332,15 @@ class TierUsable(Message, frozen=True, gc=False):
 class PresenceLearned(Message, frozen=True, gc=False):
     """The tier is now known to have ``added`` and no longer to have ``removed``.
 
-    ``since``: the epoch in which the generation concerned began.
+    ``since``: the epoch in which the generation concerned began. ``for_room``: others took the
+    place of those removed.
     """
 
     tier: int
     added: tuple[Key, ...]
     removed: tuple[Key, ...]
     since: int = 0
+    for_room: bool = False
 
 
 class TierForgotten(Message, frozen=True, gc=False):
@@ -573,6 +581,13 @@ class StoresOffered(Message, frozen=True, gc=False):
 
     is_all: bool
     lost: int
+
+
+class TierIsBounded(Message, frozen=True, gc=False):
+    """The tier evicts blocks by itself, so as to hold so many. Link → primary tier."""
+
+    tier: int
+    capacity_blocks: int
 
 
 class TierIsRequestScoped(Message, frozen=True, gc=False):

@@ -106,6 +106,7 @@ class PrimaryCounts(Counts):
 AbsenceReason: TypeAlias = Literal[
     "never_stored",
     "evicted",
+    "gone",
     "not_admitted",
     "damaged",
     "load_failed",
@@ -114,6 +115,22 @@ AbsenceReason: TypeAlias = Literal[
     "recomputed",
 ]
 """Why a request does not get a block."""
+
+
+def _if_larger(times: int) -> Counter:
+    return Counter(
+        "Blocks computed or loaded anew that a tier several times as large would still have had.",
+        name="hits_if_larger",
+        labels=(("times", str(times)),),
+    )
+
+
+class RequestReport(msgspec.Struct, frozen=True):
+    """What tiers have done for one request. Source 0 is the primary tier, then come the others."""
+
+    loaded_tokens: Mapping[int, int]  #: by source
+    waited_s: float  #: for tiers
+    missed: tuple[int, AbsenceReason] | None  #: source and reason, where its stored prefix ended
 
 
 class SourceCounts(Counts):
@@ -133,6 +150,8 @@ class SourceCounts(Counts):
             name="tier_loads_wasted",
         ),
     ] = 0
+    hits_if_twice: Annotated[int, _if_larger(2)] = 0
+    hits_if_four_times: Annotated[int, _if_larger(4)] = 0
 
 
 class TierCounts(Counts):

@@ -184,12 +184,13 @@ class JobEnded(Message, frozen=True, gc=False):
 class PresenceChanged(Message, frozen=True, gc=False):
     """Blocks that a tier tracking its contents has gained and lost, in that order.
 
-    Other tiers report blocks that they found to be gone.
+    Other tiers report blocks that they found to be gone. ``for_room``: others took their place.
     """
 
     added: tuple[Key, ...]
     removed: tuple[Key, ...]
     since: int = 0
+    for_room: bool = False
 
 
 class BlocksWanted(Message, frozen=True, gc=False):

@@ -30,7 +30,13 @@ from kvtier.core import messages as m
 from kvtier.core import wire
 from kvtier.core.block_state import ANSWERS, BlockState
 from kvtier.core.messages import Lookup, ReservePrefix, Survey
-from kvtier.core.statistics import Observations, Observed, Statistics, TierObservations
+from kvtier.core.statistics import (
+    Observations,
+    Observed,
+    RequestReport,
+    Statistics,
+    TierObservations,
+)
 from kvtier.core.tier_host import close_tiers
 from kvtier.engine.cell import NO_REPLY, ClosedCell, EngineCell
 from kvtier.engine.closing import Closing
@@ -254,6 +260,11 @@ class SchedulerFacade:
         """
         sources = self._ask(m.LoadSources(request=request))
         return {} if sources is NO_REPLY else cast("dict[Key, int]", sources)
+
+    def report(self, request: RequestId) -> RequestReport | None:
+        """Return what tiers have done for a request, while it runs; None for an unknown one."""
+        report = self._ask(m.AskReport(request))
+        return None if report is NO_REPLY else cast("RequestReport | None", report)
 
     # --- GPU loads ---
 

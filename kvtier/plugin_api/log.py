@@ -28,6 +28,10 @@ class LazyLogger:
         """Write by ``sink``, with level, event and fields, unless structlog is configured."""
         self._sink = sink
 
+    def debug(self, event: str, **fields: object) -> None:
+        """Write a line about a single request."""
+        self.write("debug", event, fields)
+
     def info(self, event: str, **fields: object) -> None:
         """Write a line that an operator may want to know."""
         self.write("info", event, fields)

@@ -273,7 +273,7 @@ class BoundedTier(Actor):
         if victims:
             announced = tuple(key for key in victims if key in self._resident)
             self._forget(victims)
-            self._announce(removed=announced)
+            self._announce(removed=announced, for_room=True)
         # They may have been chosen before a generation ended, whose blocks now all go first.
         victims += self._old.pop(self._used() - self._capacity, self._in_use)
         batch.also_remove(victims + self._leftovers.pop_deferred())
@@ -286,11 +286,17 @@ class BoundedTier(Actor):
         stored = len(self._resident) + len(self._old) + len(self._coming)
         return stored - self._victims_asked
 
-    def _announce(self, added: tuple[Key, ...] = (), removed: tuple[Key, ...] = ()) -> None:
+    def _announce(
+        self,
+        added: tuple[Key, ...] = (),
+        removed: tuple[Key, ...] = (),
+        *,
+        for_room: bool = False,
+    ) -> None:
         """Report gained and lost blocks of the engine's generation to the link."""
         if added or removed:
             added, removed = unmarked(added, self._mark), unmarked(removed, self._mark)
-            self.link.post(wire.PresenceChanged(added, removed, self._since))
+            self.link.post(wire.PresenceChanged(added, removed, self._since, for_room))
 
     def _new_policy(self, message: wire.PolicyBroke | wire.PolicyReturned) -> None:
         self.link.post(message)

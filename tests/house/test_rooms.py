@@ -36,12 +36,13 @@ IN_THE_ENGINE = {  # the facade and the cell, above these, may import all of the
 }
 IN_THE_ADAPTER = {  # the entry points, above these, may import all of them
     "relied_on": set(),
+    "vllm_log": set(),
     "releases": {"relied_on"},
     "memory": {"relied_on"},
     "workarounds": {"memory", "releases"},
     "identity": {"memory", "workarounds"},
     "hosted": {"identity", "workarounds"},
-    "scheduler": {"memory", "releases", "workarounds", "identity", "hosted"},
+    "scheduler": {"memory", "releases", "workarounds", "identity", "hosted", "vllm_log"},
 }
 UNBOUND = {"tools", "__main__"}  #: commands
 OURS = ("kvtier", "kvtier_backends")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 from unittest.mock import patch
 
@@ -38,6 +39,7 @@ from kvtier.vllm.scheduler import metrics
 from kvtier.vllm.scheduler.kv_events import KVEvents
 from kvtier.vllm.scheduler.manager import KVTierManager
 from kvtier.vllm.scheduler.metrics import MetricsExporter
+from kvtier.vllm.scheduler.request_report import RequestReports
 from kvtier.vllm.workarounds.guarded_observer import DROPS, GuardedObserver, Sample
 from tests.support.patience import PATIENCE_S, until
 from tests.vllm.support.connector import connector
@@ -220,8 +222,10 @@ PARTS = [
     *((KVEvents, name) for name in ("drain", "_note", "_announce_waiting", "_forget_undescribed")),
     (KVTierManager, "_all_events"),
     (KVTierManager, "_labels"),
+    (RequestReports, "at_end"),
     (SchedulerFacade, "statistics"),
     (SchedulerFacade, "drain_observations"),
+    (SchedulerFacade, "report"),
     (SchedulerFacade, "take_events"),
     (PrimaryTier, "statistics"),
     (TierLink, "statistics"),
@@ -245,7 +249,8 @@ def test_whatever_part_of_observing_raises_vllm_never_sees_it(owner: type, name:
                 ours.facade._primary.allocation_sizes.add(3)
                 ours.facade._primary.counts.evictions += 1
                 ours.facade._primary._events.add(EventKind.LAPSED)
-                ours.on_request_ends()
+                asks = {"kvtier_report": True}
+                ours.on_request_ends(SimpleNamespace(request_id="r", kv_transfer_params=asks))
                 front.take(ours.get_stats())
                 assert list(ours.take_events()) == []
                 assert ours.config_info()

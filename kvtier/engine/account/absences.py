@@ -1,4 +1,6 @@
-"""Remembers, for a sample of the blocks that left recently, from where they went, and why.
+"""Remembers, for a sample of the blocks that a tier lost or never had, which tier, and why.
+
+What tiers evict to make room is remembered apart (``kvtier/engine/account/evictions.py``).
 
 A prefix ends at one block, so a request asks for one key here. Every n-th key that goes is
 remembered, and counts n times when it is asked for, so that the counts estimate what all would
@@ -56,8 +58,8 @@ class Absences:
             return
         absence = Absence(source, reason, now, self._sample.every)
         for key in sampled:
-            before = self._of.pop(key, absence)
-            self._of[key] = before if before.reason == "not_admitted" else absence
+            self._of.pop(key, None)
+            self._of[key] = absence
         excess = len(self._of) - self._keys_max
         if excess > 0:
             for key in list(islice(self._of, excess)):

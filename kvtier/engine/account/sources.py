@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.core.statistics import Observed, SourceCounts
 from kvtier.engine.account.absences import Absences
+from kvtier.engine.account.evictions import Evictions
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvtier.core.statistics import AbsenceReason, PrimaryCounts
     from kvtier.plugin_api.keys import Key
@@ -32,19 +33,22 @@ class Account:
         self.absent_seconds: Observed[tuple[int, float]] = Observed()  #: source, age of an eviction
         self.wait_seconds: Observed[float] = Observed()  #: of requests that waited for tiers
         self._absences = Absences(slot_count)
+        self._evictions = {PRIMARY: Evictions(self.counts[PRIMARY], slot_count)}
         self._unread: dict[Key, int] = {}  # promoted, and not read by a request yet
 
     # --- loads ---
 
-    def on_load(self, keys: Sequence[Key], delivered: Mapping[Key, int], tokens: int) -> None:
+    def on_load(
+        self, keys: Sequence[Key], delivered: Mapping[Key, int], tokens: int
+    ) -> dict[int, int]:
         """Note that the GPU loads ``keys``, and so computes ``tokens`` less.
 
         ``delivered``: the request's blocks that tiers have brought, with the tier's number. The
-        tokens are split by blocks.
+        tokens are split by blocks. Returns them by source.
         """
         if self._unread:
             self._read(keys, delivered)
-        left = tokens
+        loaded = {PRIMARY: max(0, tokens)}
         if delivered and tokens > 0:
             by_tier: dict[int, int] = {}
             for key in keys:
@@ -52,10 +56,11 @@ class Account:
                 if tier is not None:
                     by_tier[tier] = by_tier.get(tier, 0) + 1
             for tier, count in by_tier.items():
-                share = tokens * count // len(keys)
-                self.counts[1 + tier].loaded_tokens += share
-                left -= share
-        self.counts[PRIMARY].loaded_tokens += max(0, left)
+                loaded[1 + tier] = share = tokens * count // len(keys)
+                loaded[PRIMARY] -= share
+        for source, share in loaded.items():
+            self.counts[source].loaded_tokens += share
+        return loaded
 
     def _read(self, keys: Sequence[Key], delivered: Mapping[Key, int]) -> None:
         unread = self._unread
@@ -65,13 +70,28 @@ class Account:
             for key in keys:
                 unread.pop(key, None)
 
-    def on_arrived(self, keys: Collection[Key], tier: int) -> None:
+    def on_arrived(self, keys: Sequence[Key], tier: int) -> None:
         """Note that a tier has delivered blocks."""
         self._unread.update(dict.fromkeys(keys, tier))
+        for source, evictions in self._evictions.items():
+            if source == 1 + tier:
+                evictions.forget(keys)
+            else:
+                evictions.on_miss(keys)
+
+    def on_computed(self, keys: Sequence[Key]) -> None:
+        """Note that the GPU has computed blocks, as no tier had them, before others go for them."""
+        for evictions in self._evictions.values():
+            evictions.on_miss(keys)
 
     def on_wait_ended(self, seconds: float) -> None:
         """Note that a request goes on that has waited for tiers for so long."""
         self.wait_seconds.add(seconds)
+
+    def follow_evictions(self, tier: int, capacity_blocks: int) -> None:
+        """Note that a tier evicts blocks by itself, so as to hold so many."""
+        source = 1 + tier
+        self._evictions.setdefault(source, Evictions(self.counts[source], capacity_blocks))
 
     # --- blocks that go ---
 
@@ -83,7 +103,11 @@ class Account:
                 tier = unread.pop(key, None)
                 if tier is not None:
                     self.counts[1 + tier].wasted_blocks += 1
-        self._absences.add(keys, PRIMARY, "evicted", now)
+        self._evictions[PRIMARY].add(keys, now)
+
+    def on_tier_evicted(self, keys: Sequence[Key], tier: int, now: float) -> None:
+        """Note that a tier has evicted blocks to make room."""
+        self._evictions[1 + tier].add(keys, now)
 
     def on_gone(self, keys: Sequence[Key], tier: int, reason: AbsenceReason, now: float) -> None:
         """Note that a tier has lost blocks, failed to deliver them, or did not take them."""
@@ -93,18 +117,38 @@ class Account:
         """Forget all blocks: a new epoch begins."""
         self._unread.clear()
         self._absences.clear()
+        for evictions in self._evictions.values():
+            evictions.clear()
 
     # --- misses ---
 
-    def on_miss(self, key: Key, known: tuple[int, AbsenceReason] | None, now: float) -> None:
-        """Note the first block that a request does not get. ``known``: source and reason."""
-        absence = None if known is not None else self._absences.of(key)
-        if absence is None:
-            source, reason = known or (PRIMARY, "never_stored")
-            weight = 1
-        else:
-            source, reason, since, weight = absence
-            if reason == "evicted":
-                self.absent_seconds.add((source, max(0.0, now - since)))
+    def on_miss(
+        self, key: Key, known: tuple[int, AbsenceReason] | None, now: float
+    ) -> tuple[int, AbsenceReason]:
+        """Note the first block that a request does not get. ``known``: source and reason.
+
+        Returns both.
+        """
+        source, reason, weight = (*known, 1) if known is not None else self._why(key, now)
         counts = self.misses[source]
         counts[reason] = counts.get(reason, 0) + weight
+        return source, reason
+
+    def _why(self, key: Key, now: float) -> tuple[int, AbsenceReason, int]:
+        """Return the source that had the block last, why it has it no more, and the weight."""
+        absence = self._absences.of(key)
+        evicted = [
+            (since, source)
+            for source, evictions in self._evictions.items()
+            if (since := evictions.since(key)) is not None
+        ]
+        if evicted:
+            since, source = max(evicted)
+            # Tiers would have a block that left the primary tier, had they admitted it.
+            is_why = source != PRIMARY or absence is None or absence.reason != "not_admitted"
+            if is_why and (absence is None or since > absence.since):
+                self.absent_seconds.add((source, max(0.0, now - since)))
+                return source, "evicted", self._evictions[source].weight
+        if absence is None:
+            return PRIMARY, "never_stored", 1
+        return absence.source, absence.reason, absence.weight

@@ -97,7 +97,7 @@ class PresenceFeed:
     def changed(self, message: wire.PresenceChanged) -> None:
         """Pass on changes that the tier reports by itself."""
         if message.since == self.since:
-            self._learned(message.added, message.removed)
+            self._learned(message.added, message.removed, for_room=message.for_room)
 
     def stored(self, keys: tuple[Key, ...], epoch: int) -> None:
         """Note the blocks that the tier has stored, which were sent in that epoch."""
@@ -141,10 +141,12 @@ class PresenceFeed:
         self._presence.forget()
         self._primary.post(m.TierForgotten(tier=self._number))
 
-    def _learned(self, added: tuple[Key, ...], removed: tuple[Key, ...]) -> None:
+    def _learned(
+        self, added: tuple[Key, ...], removed: tuple[Key, ...], *, for_room: bool = False
+    ) -> None:
         if not (self._connection.is_up or self._tells_by_itself):
             added = ()  # stored before the server was lost, perhaps with its contents
-        learned = m.PresenceLearned(self._number, added, removed, self.since)
+        learned = m.PresenceLearned(self._number, added, removed, self.since, for_room)
         self._tell_in_turn(_Change(added, removed, learned))
 
     def _tell_in_turn(self, change: _Change) -> None:

@@ -150,6 +150,8 @@ class TierLink(Actor):
         self.serves_others = traits.serves_others
         if not shared:
             self.primary.post(m.TierIsRequestScoped(tier=self._number))
+        if traits.capacity_blocks is not None:
+            self.primary.post(m.TierIsBounded(self._number, traits.capacity_blocks))
         self._health.tell_usable()
 
     # --- messages of the primary tier ---

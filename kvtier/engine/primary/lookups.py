@@ -90,6 +90,7 @@ class Lookups:
             LookupAfterEviction: self.lookup_after_eviction,
             m.LookupPrefix: self.lookup_prefix,
             m.LoadSources: self._load_sources,
+            m.AskReport: self._report,
         }
 
     def audit(self) -> dict[RequestId, LookedUp]:
@@ -108,14 +109,15 @@ class Lookups:
         self.end_wait(request)
         if message.tokens is not None:
             first, end = message.tokens
-            self.account.on_load(message.keys, request.sources, end - first)
+            loaded = self.account.on_load(message.keys, request.sources, end - first)
+            request.load(loaded)
             self.counts.prefill_saved_seconds += self._decisions.prefill_s(first, end)
 
     def end_wait(self, request: Request) -> None:
         """Note that a request goes on, whatever tiers do."""
-        since = request.end_wait()
-        if since is not None:
-            self.account.on_wait_ended(max(0.0, self._promotions.now - since))
+        seconds = request.end_wait(self._promotions.now)
+        if seconds is not None:
+            self.account.on_wait_ended(seconds)
 
     def miss(
         self, key: Key, request: Request, why: tuple[int, AbsenceReason] | None = None
@@ -126,7 +128,7 @@ class Lookups:
         """
         if request.mark_missed():
             why = why or self.directory.absence_of(key, request.search)
-            self.account.on_miss(key, why, self._promotions.now)
+            request.miss(*self.account.on_miss(key, why, self._promotions.now))
 
     def count_of(self, request_id: RequestId) -> None:
         """Add a request's lookups to the counts, if it runs."""
@@ -230,6 +232,10 @@ class Lookups:
     def _load_sources(self, message: m.LoadSources) -> None:
         request = self.requests.get(message.request)
         self.reply({} if request is None else dict(request.sources))
+
+    def _report(self, message: m.AskReport) -> None:
+        request = self.requests.get(message.request)
+        self.reply(None if request is None else request.report())
 
     def _go_on(self, tier: int, key: Key, request: Request) -> BlockState | None:
         """Return the state of a key that has no slot, given the result of ``find``.

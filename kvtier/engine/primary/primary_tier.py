@@ -134,6 +134,7 @@ class PrimaryTier(Actor):
             wire.PolicyBroke: self._new_policy,
             wire.PolicyReturned: self._new_policy,
             m.TierIsRequestScoped: self.request_tiers.mark_request_scoped,
+            m.TierIsBounded: lambda x: self.account.follow_evictions(x.tier, x.capacity_blocks),
             m.CascadeWanted: self._cascade_wanted,
             m.NotAdmitted: self._not_admitted,
             m.CascadeEnded: self._cascade_ended,
@@ -246,6 +247,7 @@ class PrimaryTier(Actor):
         if not wanted:
             self.reply(m.StoreGrant([], [], [], self.epoch))
             return
+        self.account.on_computed(wanted)
         if message.cuts is not None:
             self._cascades.note_windows()
         self._lookups.count_of(message.request)
@@ -520,7 +522,10 @@ class PrimaryTier(Actor):
             self._directory.learn(message.tier, message.added, message.removed)
             if message.removed:
                 now = self.promotions.now
-                self.account.on_gone(message.removed, message.tier, "evicted", now)
+                if message.for_room:
+                    self.account.on_tier_evicted(message.removed, message.tier, now)
+                else:
+                    self.account.on_gone(message.removed, message.tier, "gone", now)
 
     def _link_failed(self, message: m.LinkFailed) -> None:
         """Give up all fills from the tier; its release of the slots will never be reported."""

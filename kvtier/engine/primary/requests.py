@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvtier.core.statistics import RequestReport
 from kvtier.plugin_api.deadlines import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvtier.core.statistics import PrimaryCounts
+    from kvtier.core.statistics import AbsenceReason, PrimaryCounts
     from kvtier.engine.primary.tier_directory import Search
     from kvtier.plugin_api.keys import Key, RequestId
 
@@ -27,6 +28,8 @@ class Request:
         "has_waited",
         "hits",
         "is_weighed",
+        "loaded_tokens",
+        "missed",
         "misses",
         "patience_max_s",
         "patience_s",
@@ -35,6 +38,7 @@ class Request:
         "room_wanted",
         "search",
         "sources",
+        "waited_s",
         "waits_since",
         "was_missed",
     )
@@ -50,6 +54,9 @@ class Request:
         self.reserved: int | None = None  #: tokens of the prefix reserved for it, if any
         self.sources: dict[Key, int] = {}  #: the tier that delivered the key to it
         self.waits_since: float | None = None  #: for tiers
+        self.waited_s = 0.0  #: for tiers, in waits that have ended
+        self.loaded_tokens: dict[int, int] = {}  #: by source
+        self.missed: tuple[int, AbsenceReason] | None = None  #: source and reason, last
         self.was_missed = False  #: whether the end of its stored prefix is counted, in this wait
         # Invariant: a key is in one of these from its first lookup on, and never changes sides.
         #            Checked: count, a_key_counts_once_for_a_request_as_a_hit_or_as_a_miss.
@@ -107,10 +114,27 @@ class Request:
         before, self.was_missed = self.was_missed, True
         return not before
 
-    def end_wait(self) -> float | None:
-        """Note that it no longer waits for tiers; return since when it has, if it has."""
-        since, self.waits_since = self.waits_since, None
-        return since
+    def end_wait(self, now: float) -> float | None:
+        """Note that it no longer waits for tiers; return for how long it has, if it has."""
+        if self.waits_since is None:
+            return None
+        seconds = max(0.0, now - self.waits_since)
+        self.waits_since = None
+        self.waited_s += seconds
+        return seconds
+
+    def load(self, tokens: Mapping[int, int]) -> None:
+        """Note that it loads so many tokens from each source."""
+        for source, count in tokens.items():
+            self.loaded_tokens[source] = self.loaded_tokens.get(source, 0) + count
+
+    def miss(self, source: int, reason: AbsenceReason) -> None:
+        """Note why its stored prefix ends."""
+        self.missed = source, reason
+
+    def report(self) -> RequestReport:
+        """Return what tiers have done for it."""
+        return RequestReport(self.loaded_tokens.copy(), self.waited_s, self.missed)
 
     def delivered(self, key: Key, tier: int) -> None:
         """Note which tier delivered a key to it."""

@@ -46,6 +46,7 @@ from kvtier.vllm.scheduler.keys_behind import keys_behind
 from kvtier.vllm.scheduler.kv_events import DESCRIBED_RESULTS, KVEvents, Place
 from kvtier.vllm.scheduler.metrics import MetricsExporter
 from kvtier.vllm.scheduler.prefill_steps import PrefillSteps
+from kvtier.vllm.scheduler.request_report import RequestReports
 from kvtier.vllm.scheduler.requests import EngineRequests
 from kvtier.vllm.scheduler.tier_facts import TierFacts
 from kvtier.vllm.workarounds.ending import ENDING
@@ -126,6 +127,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         )
         self._watch, self._idle_work = GuardedObserver(), IdleWork(facade)
         self._metrics = MetricsExporter(facade, config, definitions, self._watch, hosting)
+        self._reports = RequestReports(facade, config)
         events = spec.kv_events_config
         self._describes = events.enable_kv_cache_events and events.self_describing_kv_events
         self._kv_events = KVEvents(
@@ -252,9 +254,13 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         """Note that vLLM's connector has left a request waiting (``workarounds/resumed.py``)."""
         self._resumed.on_wait(self.requests.of(request).runs)
 
-    def on_request_ends(self) -> None:
-        """Note that vLLM returns a request's last token; a user may read metrics after that."""
+    def on_request_ends(self, request: Any) -> dict[str, Any] | None:  # noqa: ANN401 - vLLM's
+        """Note that vLLM returns a request's last token; a user may read metrics after that.
+
+        Returns what its response is to carry.
+        """
         self._watch.safely("metrics", self._metrics.report_at_once)
+        return self._watch.safely("reports", self._reports.at_end, request)
 
     def _lookup_in_groups(self, key: bytes, req_context: ReqContext) -> LookupResult:
         """Return where the block is. Promotions are decided when vLLM has looked up all keys."""

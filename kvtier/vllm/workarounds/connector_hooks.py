@@ -3,7 +3,8 @@
 In the scheduler: how far each group looks back, and which are a draft's
 (``memory/group_kinds.py``); which requests it leaves waiting (``resumed.py``), or start from a hit
 in vLLM's own prefix cache (``scheduler/requests.py``, and ``recording.py``); and that a request
-ends in this step, which vLLM reports in the next (``scheduler/metrics.py``). In workers: how the KV
+ends in this step, which vLLM reports in the next (``scheduler/metrics.py``), and what its response
+is to carry (``scheduler/request_report.py``). In workers: how the KV
 caches are laid out (``identity/page_facts.py``). A fifth method is wrapped if needed, to keep the
 connector from storing the wrong blocks of a prompt that a client streams. The first wrapper also
 warns of vLLM's errors with the Mamba layers of such groups, and prevents them if it can.
@@ -141,13 +142,14 @@ def _telling_who_ends(real: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(real)
     def request_finished(
         connector: OffloadingConnectorScheduler,
-        *arguments: Any,  # noqa: ANN401 - vLLM has no stubs
+        request: Any,  # noqa: ANN401 - vLLM has no stubs
+        *rest: Any,  # noqa: ANN401 - as above
         **named: Any,  # noqa: ANN401 - as above
     ) -> Any:  # noqa: ANN401 - as above
         on_request_ends = getattr(connector.manager, "on_request_ends", None)
-        if on_request_ends is not None:
-            on_request_ends()
-        return real(connector, *arguments, **named)
+        extra = on_request_ends(request) if on_request_ends is not None else None
+        is_saved_later, params = real(connector, request, *rest, **named)
+        return is_saved_later, params if extra is None else {**(params or {}), **extra}
 
     return request_finished
 

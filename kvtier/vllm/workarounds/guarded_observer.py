@@ -9,7 +9,7 @@ each value is checked here; invalid values are dropped, counted
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar, TypeVarTuple, get_args
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-Drop: TypeAlias = Literal["metrics", "events", "config_info", "counter_fell", "bad_value"]
-"""Code that raised (the first three), or a value that vLLM would not accept."""
+Drop: TypeAlias = Literal[
+    "metrics", "events", "config_info", "reports", "counter_fell", "bad_value"
+]
+"""Code that raised (the first four), or a value that vLLM would not accept."""
 
-DROPS: Final[tuple[Drop, ...]] = ("metrics", "events", "config_info", "counter_fell", "bad_value")
+DROPS: Final[tuple[Drop, ...]] = get_args(Drop)
 
 VALUE_MAX: Final = 2.0**63
 """vLLM sends values to its front end as MessagePack, which has no larger integers."""

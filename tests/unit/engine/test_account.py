@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import random
+from typing import TYPE_CHECKING, Final
 
 import pytest
-from _story import Story, keys_of, link_of, look_up, story_of_a_tier
+from _story import Story, keys_of, link_of, look_up, story_of_a_tier, tier_of
 
-from kvtier.core.statistics import SourceCounts, TierCounts
+from kvtier.core import wire
+from kvtier.core.statistics import PrimaryCounts, SourceCounts, TierCounts
 from kvtier.engine.account.absences import Absences
+from kvtier.engine.account.evictions import LARGEST, REMEMBERED_MAX, Evictions
 from kvtier.engine.account.read_share import EVERY, ReadShare
-from kvtier.plugin_api.backend import Outcome
+from kvtier.engine.account.sources import Account
+from kvtier.plugin_api.backend import BackendTraits, Outcome
+from kvtier.tier.driver_messages import ContentsLost
 
 if TYPE_CHECKING:
     from kvtier.core.statistics import AbsenceReason
+
+BOUNDED: Final = BackendTraits(1, 1, capacity_blocks=8)
+KEYS: Final = keys_of(4)
 
 
 def source(story: Story, number: int) -> SourceCounts:
@@ -126,15 +134,116 @@ def test_a_block_that_only_a_disabled_tier_may_have_is_missed_for_that() -> None
     assert misses(story) == {(1, "tier_down"): 1}
 
 
+def test_a_block_that_left_its_tier_is_missed_for_the_reason_why_it_left() -> None:
+    story, keys = story_of_a_tier(1, backend_traits=BOUNDED)
+    miss(story, keys[0], "r")
+    assert misses(story) == {(1, "evicted"): 1}, "eight others took its place"
+    (other,) = keys_of(1, b"n")
+    story.facade.discard([other])
+    tier_of(story).mailbox.post(ContentsLost(keys=(other,)))
+    story.step()
+    miss(story, other, "s")
+    assert misses(story) == {(1, "evicted"): 1, (1, "gone"): 1}
+
+
+def miss(story: Story, key: bytes, request: str) -> None:
+    """Ask for a block that the tier turns out not to have."""
+    look_up(story, key, request)
+    story.answer_all()
+    assert story.facade.lookup_state(key, request).name == "ABSENT"
+
+
+def test_a_block_that_a_tier_took_in_the_end_and_evicted_is_not_missed_as_never_admitted() -> None:
+    account = Account(PrimaryCounts(), 4, tier_count=1)
+    account.follow_evictions(0, 8)
+    account.on_gone(KEYS[:1], 0, "not_admitted", 0.0)
+    account.on_evicted(KEYS[:1], 1.0)
+    account.on_miss(KEYS[0], None, 2.0)
+    assert account.misses == [{}, {"not_admitted": 1}]
+    account.on_tier_evicted(KEYS[:1], 0, 3.0)
+    account.on_miss(KEYS[0], None, 4.0)
+    assert account.misses == [{}, {"not_admitted": 1, "evicted": 1}]
+
+
+def test_a_larger_tier_would_still_have_what_left_last() -> None:
+    """Twelve blocks pass four slots and a tier of eight; the first four are computed again."""
+    story = Story(slots=4, backend_traits=BOUNDED)
+    for prefix in (b"a", b"b", b"c", b"a"):
+        story.store(keys_of(4, prefix), f"writer {prefix!r}")
+    assert source(story, 0).hits_if_twice == 0, "eight others came between"
+    assert source(story, 0).hits_if_four_times == 4
+    assert source(story, 1).hits_if_twice == source(story, 1).hits_if_four_times == 4
+
+
+def test_a_larger_primary_tier_saves_loads_from_tiers_and_no_tier_saves_its_own() -> None:
+    story, keys = story_of_a_tier(2, slots=4, backend_traits=BOUNDED)
+    story.tell(wire.PresenceChanged((), tuple(keys), 0, for_room=True))
+    story.tell(wire.PresenceChanged(tuple(keys), (), 0))
+    story.facade.on_request_started("r")
+    story.facade.lookup_prefix(keys, "r")
+    story.step()
+    assert source(story, 0).hits_if_twice == 2
+    assert source(story, 1).hits_if_four_times == 0, "it has them"
+
+
+@pytest.mark.parametrize("capacity", [8, 50])
+def test_the_hits_of_larger_caches_are_exact_with_lru(capacity: int) -> None:
+    counts = SourceCounts()
+    evictions = Evictions(counts, capacity)
+    caches = [_Lru(size) for size in (capacity, 2 * capacity, 4 * capacity)]
+    rng = random.Random(capacity)
+    for _ in range(4000):
+        key = b"%d" % (rng.paretovariate(0.5) * 3)
+        if key not in caches[0].blocks:
+            evictions.on_miss([key])
+        victims, *_ = [cache.use(key) for cache in caches]
+        evictions.add(victims, 0.0)
+    hits, of_twice, of_four_times = (cache.hits for cache in caches)
+    assert counts.hits_if_twice == of_twice - hits > 0
+    assert counts.hits_if_four_times == of_four_times - hits > of_twice - hits
+
+
+class _Lru:
+    """A cache of ``size`` blocks."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.blocks: dict[bytes, None] = {}
+        self.hits = 0
+
+    def use(self, key: bytes) -> list[bytes]:
+        """Read a block; return what had to go."""
+        self.hits += key in self.blocks
+        self.blocks.pop(key, None)
+        self.blocks[key] = None
+        victims = list(self.blocks)[: -self.size]
+        for victim in victims:
+            del self.blocks[victim]
+        return victims
+
+
+def test_of_a_large_tier_a_sample_counts_for_all() -> None:
+    counts = SourceCounts()
+    evictions = Evictions(counts, 1 << 20)
+    keys = [b"%d" % n for n in range(100_000)]
+    for first in range(0, len(keys), 7):
+        evictions.add(keys[first : first + 7], 0.0)
+    evictions.on_miss(keys)
+    assert abs(counts.hits_if_twice - len(keys)) <= evictions.weight
+    for n in range(50):
+        evictions.add([b"%d more %d" % (n, m) for m in range(100_000)], 0.0)
+    assert len(evictions._gone) <= LARGEST * REMEMBERED_MAX
+
+
 def test_a_large_engine_remembers_a_sample_that_counts_for_all() -> None:
     absences = Absences(1 << 20)
     keys = [b"%d" % n for n in range(100_000)]
     for first in range(0, len(keys), 7):
-        absences.add(keys[first : first + 7], 0, "evicted", 0.0)
+        absences.add(keys[first : first + 7], 1, "gone", 0.0)
     counted = sum(found.weight for key in keys if (found := absences.of(key)) is not None)
     assert abs(counted - len(keys)) <= absences._sample.every
     for n in range(100):
-        absences.add([b"%d more %d" % (n, m) for m in range(100_000)], 0, "evicted", 0.0)
+        absences.add([b"%d more %d" % (n, m) for m in range(100_000)], 1, "gone", 0.0)
     assert len(absences._of) == absences._keys_max
 
 

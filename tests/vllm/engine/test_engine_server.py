@@ -74,6 +74,7 @@ class Server:
         return {
             "tokens": answer["choices"][0]["token_ids"],
             "cached": details.get("cached_tokens") or 0,
+            "params": answer.get("kv_transfer_params"),
         }
 
     def complete_from_disk(self, prompt: list[int], cached: int, dp_rank: int) -> dict[str, Any]:
@@ -224,7 +225,14 @@ def test_a_server_that_is_killed_and_one_that_takes_over(
         assert second.play(kv_transfer_params=ONLY_MEMORY) == (tokens, expected)
 
         second.forget("?reset_external=true")  # memory, not the disk
-        assert second.play() == (tokens, expected)
+        second.forget()
+        asked = {"kvtier_report": True}
+        answers = [second.complete(each, kv_transfer_params=asked) for each in prompts_of(LENGTHS)]
+        assert [each["cached"] for each in answers] == expected
+        reports = [each["params"]["kvtier_report"] for each in answers]
+        assert [each["loaded_tokens"].get("1:fs", 0) for each in reports] == expected
+        assert all(each["waited_s"] > 0 for each in reports[:-1]), "the last is below a block"
+        assert second.complete(prompts_of(LENGTHS)[0])["params"] is None, "nobody has asked"
         seen = second.metrics_when(lambda now: now.get(READ) == size)
         assert seen[f'{HITS}{{tier="1:fs"}}'] == blocks
         assert seen['kvtier:primary_slots{state="quarantined"}'] == 0
