@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from kvtier.core.messages import TokenPlace
-from kvtier.vllm.scheduler.prefill_steps import PrefillSteps, Prompt
+from kvtier.vllm.scheduler.prefill_steps import REST, WINDOW, PrefillSteps, Prompt
 
 pytestmark = pytest.mark.one_release
 
@@ -17,14 +17,14 @@ CHUNK = 16
 class Engine:
     """Notes what is told. ``end_of``: twelve chunks of a prompt."""
 
-    def __init__(self, *, offers_first: bool = False) -> None:
+    def __init__(self, *, offers_first: bool = False, is_decided_by: bool = True) -> None:
         self.told: list[tuple[int, int, float | None]] = []
         self.now = 100.0
         self.prompts: defaultdict[str, Prompt] = defaultdict(Prompt)
         self.steps = PrefillSteps(
             CHUNK,
             lambda *step: self.told.append(step),
-            is_decided_by=True,
+            is_decided_by=is_decided_by,
             offers_first=offers_first,
         )
         self.keys = [bytes([number]) for number in range(12)]
@@ -143,3 +143,19 @@ def test_while_the_only_request_is_loaded_nothing_is_computed() -> None:
     engine.offer(5, 8)
     engine.step()
     assert [step[2] for step in engine.told] == [None]
+
+
+def test_where_nothing_is_decided_by_it_a_few_steps_are_reported_then_none_for_a_while() -> None:
+    """The first after a rest has no time: what went before it was not watched."""
+    engine = Engine(is_decided_by=False)
+    for number in range(3 * (WINDOW + REST - 1)):
+        request = str(number)
+        engine.steps.looks_up(engine.prompts[request], engine.keys[0], engine.end_of)
+        engine.steps.on_scheduled()
+        engine.offer(0, 4, request)
+        if engine.steps.is_awake:
+            engine.step()
+        else:
+            engine.now += 1
+    told = [(64, 64**2, None), *[(64, 64**2, 1.0)] * (WINDOW - 1)]
+    assert engine.told == told * 3

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 
 WINDOW: Final = 4
-EVERY: Final = 16
-"""Where nothing is decided by the engine's speed, so many of so many steps that compute prompts are
-reported: to learn from one takes as long as several lookups."""
+REST: Final = 12
+"""Where nothing is decided by the engine's speed, so many steps that compute prompts are reported,
+then none until requests have begun in so many: to learn from a step takes as long as several
+lookups."""
 
 
 class Prompt:
@@ -65,8 +66,8 @@ class PrefillSteps:
         self._reports_all = is_decided_by
         #: whether the end of this step is to be noted: one of the last may have computed a prompt
         self.is_awake = True
-        self._computing = 0  # steps that computed prompts
-        self._is_gap = False  # since the step that was reported last
+        self._reported = 0  # steps that computed prompts, since the last rest
+        self._rest = 0  # steps with new requests until one is reported
         self._offers_first = offers_first
         self._begun = (0, 0)  # computed by the step that has begun
         self._chunk_tokens = chunk_tokens
@@ -134,6 +135,8 @@ class PrefillSteps:
         if end <= before:
             return
         prompt.computed = end
+        if self._rest:
+            return
         self.is_awake = True
         self._tokens += end - before
         self._attention += end * end - before * before
@@ -145,6 +148,9 @@ class PrefillSteps:
 
     def on_scheduled(self) -> None:
         """Note that requests begin in this step."""
+        self._rest -= self._rest > 0
+        if self._rest:
+            return
         self._quiet = 0
         self.is_awake = True
 
@@ -155,25 +161,22 @@ class PrefillSteps:
         if self._offers_first:
             (tokens, attention), self._begun = self._begun, (tokens, attention)
         self._quiet = 0 if tokens else self._quiet + 1
-        if self._quiet <= LAG_MAX and self._is_reported(tokens):
+        if self._quiet <= LAG_MAX:
             until = now if self._busy_until is None else self._busy_until
-            is_timed = self._was_busy and not self._is_gap
-            self._is_gap = False
-            self._tell(tokens, attention, until - self._began if is_timed else None)
+            self._tell(tokens, attention, until - self._began if self._was_busy else None)
         self.is_awake = self._quiet <= LAG_MAX
         self._began = now
         self._busy_until = None
         self._was_busy = others > self._loading
+        if tokens and not self._reports_all:
+            self._reported += 1
+            if self._reported == WINDOW:
+                self._begin_rest()
 
-    def _is_reported(self, tokens: int) -> bool:
-        """Return whether this step is one to learn from."""
-        if self._reports_all:
-            return True
-        self._computing += tokens > 0
-        if self._computing % EVERY < WINDOW:
-            return True
-        self._is_gap = True
-        return False
+    def _begin_rest(self) -> None:
+        self._reported, self._rest = 0, REST
+        self._begun = (0, 0)
+        self.is_awake = self._was_busy = False
 
 
 def _last(keys: Collection[bytes]) -> bytes:
