@@ -148,9 +148,13 @@ ABSENT_SECONDS: Final = Definition(
     ("tier",),
     _AGES,
 )
-LOAD_SECONDS: Final = _of_jobs("tier_load_seconds", "Duration of a load job.", _SECONDS)
+LOAD_SECONDS: Final = _of_jobs(
+    "tier_load_seconds", "Time from sending a load job to the tier until its end.", _SECONDS
+)
 LOAD_BYTES: Final = _of_jobs("tier_load_bytes", "Size of a load job.", _BYTES)
-STORE_SECONDS: Final = _of_jobs("tier_store_seconds", "Duration of a store job.", _SECONDS)
+STORE_SECONDS: Final = _of_jobs(
+    "tier_store_seconds", "Time from sending a store job to the tier until its end.", _SECONDS
+)
 STORE_BYTES: Final = _of_jobs("tier_store_bytes", "Size of a store job.", _BYTES)
 
 OF_TIERS: Final = (

@@ -318,7 +318,7 @@ class JobObservation(msgspec.Struct, frozen=True):
     is_whole: bool  #: whether each of its blocks is done
     size_bytes: int  #: of the blocks that are done
     seconds: float  #: from sending it until its end was noticed
-    backend_seconds: float  #: of these, at the backend
+    tier_seconds: float  #: of these, until the tier had ended it
 
 
 class TierObservations(msgspec.Struct, frozen=True):

@@ -240,19 +240,27 @@ class Flights(Generic[F]):
                 del self._watches[peer]
         return found
 
+    def seconds(self, flight: F, at: float) -> float:
+        """Return how long a flight took that ended ``at`` that time of the tier's clock.
+
+        It ended when its tier says so, not when its link looks: that is late if the engine computes
+        for long. If the reported time can't be true, the link's counts.
+        """
+        now = self._time.now
+        return (at if flight.started < at < now else now) - flight.started
+
     def learn(self) -> tuple[float, float]:
         """Learn from flights that have ended; return their expected and their actual seconds.
 
-        A flight ended when its tier says so, not when its link looks: that is late if the engine
-        computes for long. So loads would seem slow, and even more requests would compute. If the
-        reported time can't be true, the link's counts. While it is idle, this need not be called.
+        By the link's clock, loads would seem slow while the engine computes, and even more requests
+        would compute. While it is idle, this need not be called.
         """
         expected_s = took_s = 0.0
         now = self._time.now
         self.pacing.look(now, is_busy=not self.is_idle)
         for flight, at in self._ended:
             seen_s = now - flight.started
-            seconds = at - flight.started if flight.started < at < now else seen_s
+            seconds = self.seconds(flight, at)
             expected = self.pacing.learn(flight.backlog, seconds, seen_s, now)
             if expected is not None:
                 expected_s += expected

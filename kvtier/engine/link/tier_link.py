@@ -259,13 +259,13 @@ class TierLink(Actor):
         outcomes = message.outcomes
         if len(outcomes) != len(job.keys):
             outcomes = (Outcome.FAILED,) * len(job.keys)
-        size, seconds = self._config.block_bytes, message.seconds
-        complete = self.counts.count_job(outcomes, size, seconds, is_load=job.is_load)
+        size = self._config.block_bytes
+        complete = self.counts.count_job(outcomes, size, message.seconds, is_load=job.is_load)
         counts_for_its_tier = transfers.is_watched(job)
         transfers.end(job, is_whole=complete, at=message.at)
         done_bytes = outcomes.count(Outcome.DONE) * size
-        took_s = self.time.now - job.started
-        self.ended_jobs.add(JobObservation(job.is_load, complete, done_bytes, took_s, seconds))
+        seen_s, took_s = self.time.now - job.started, transfers.seconds(job, message.at)
+        self.ended_jobs.add(JobObservation(job.is_load, complete, done_bytes, seen_s, took_s))
         if counts_for_its_tier and Outcome.FAILED in outcomes:
             self._health.failed(job.work, f"failed a {job.work.name.lower()}", job.peer)
         elif counts_for_its_tier:

@@ -227,7 +227,7 @@ class _Tier:
             seconds, size = (
                 (LOAD_SECONDS, LOAD_BYTES) if job.is_load else (STORE_SECONDS, STORE_BYTES)
             )
-            sample.observe(seconds.name, job.backend_seconds, self._label)
+            sample.observe(seconds.name, job.tier_seconds, self._label)
             sample.observe(size.name, job.size_bytes, self._label)
 
 

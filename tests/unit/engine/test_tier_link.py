@@ -158,6 +158,18 @@ def test_what_was_read_is_counted_by_blocks_and_outcomes() -> None:
     assert (job.is_load, job.is_whole, job.size_bytes) == (True, False, BLOCK_BYTES)
 
 
+def test_a_job_took_from_its_sending_to_its_end_however_many_calls_it_was() -> None:
+    """The calls' times, added up, made a tier with 16 threads look ten times slower than it was."""
+    story, (key,) = story_of_a_tier()
+    promote(story, key)
+    story.let_pass(5.0)
+    tier_of(story).answer(pending(story), [Outcome.DONE], seconds=40.0, at=story.now - 3.0)
+    story.facade.step_end()
+    story.runtime.cell.settle()
+    job = link_of(story).ended_jobs.drain()[-1]
+    assert (job.seconds, job.tier_seconds) == (pytest.approx(5.0), pytest.approx(2.0))
+
+
 def test_what_was_written_is_counted_by_blocks_and_outcomes() -> None:
     story = Story(slots=8, job_blocks_max=4)
     cascade(story, keys_of(3))
