@@ -5,7 +5,7 @@ Part of the primary tier's actor. Promotions from before a reset only give their
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core import messages as m
 from kvtier.plugin_api.backend import Outcome
@@ -13,11 +13,17 @@ from kvtier.plugin_api.backend import Outcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvtier.core.statistics import AbsenceReason
     from kvtier.engine.primary.eviction import Eviction
     from kvtier.engine.primary.lookups import Lookups
     from kvtier.engine.primary.promotions import Batch, Promotions
     from kvtier.engine.primary.slot_table import SlotTable
     from kvtier.plugin_api.keys import Key, RequestId
+
+_REASONS: Final[dict[Outcome, AbsenceReason]] = {
+    Outcome.ABSENT: "evicted",  # after the tier had reported it: in a shared folder, by any engine
+    Outcome.DAMAGED: "damaged",
+}
 
 
 class LoadCompletions:
@@ -67,8 +73,7 @@ class LoadCompletions:
             self.release(message.slots)
             return
         arrived: Batch = ([], [])
-        failed: list[Key] = []
-        damaged: list[Key] = []
+        missing: dict[AbsenceReason, list[Key]] = {}
         request_id = ""
         for key, slot, outcome in zip(message.keys, message.slots, message.outcomes, strict=True):
             if outcome is Outcome.DONE:
@@ -81,13 +86,12 @@ class LoadCompletions:
             else:
                 self._directory.failed(key, self._promotions.on_lost(key, slot), message.tier)
                 self._slots.fail_fill(slot)
-                (damaged if outcome is Outcome.DAMAGED else failed).append(key)
+                missing.setdefault(_REASONS.get(outcome, "load_failed"), []).append(key)
         self._account.on_arrived(arrived[0], message.tier)
-        if damaged or failed:
-            now = self._promotions.now
-            self._account.on_gone(damaged, message.tier, "damaged", now)
-            self._account.on_gone(failed, message.tier, "load_failed", now)
-            self._not_filled([*damaged, *failed])
+        for reason, keys in missing.items():
+            self._account.on_gone(keys, message.tier, reason, self._promotions.now)
+        if missing:
+            self._not_filled([key for keys in missing.values() for key in keys])
         self._slots.fill(arrived[1], self._slots.tier_fills)
         self._became_ready(*arrived, request_id, 0)
 

@@ -107,7 +107,7 @@ def test_why_a_prefix_ends_is_counted_once_a_wait() -> None:
     ("outcome", "reason"),
     [
         (Outcome.DAMAGED, "damaged"),
-        (Outcome.ABSENT, "load_failed"),
+        (Outcome.ABSENT, "evicted"),
         (Outcome.FAILED, "load_failed"),
     ],
 )
