@@ -536,6 +536,7 @@ class SchedulerFacade:
     def _begin_lookups(self) -> None:
         """Receive the tiers' messages before a step's first lookup, so that it sees what ended."""
         self._is_first_lookup = False
+        self._primary.promotions.begin_lookups(self._clock())
         self._poll_tiers()
 
     def _wake_tiers(self) -> None:

@@ -115,7 +115,7 @@ class Lookups:
 
     def end_wait(self, request: Request) -> None:
         """Note that a request goes on, whatever tiers do."""
-        seconds = request.end_wait(self._promotions.now)
+        seconds = request.end_wait(self._promotions.waits_now)
         if seconds is not None:
             self.account.on_wait_ended(seconds)
 
@@ -128,7 +128,7 @@ class Lookups:
         """
         if request.mark_missed():
             why = why or self.directory.absence_of(key, request.search)
-            request.miss(*self.account.on_miss(key, why, self._promotions.now))
+            request.miss(*self.account.on_miss(key, why, self._promotions.waits_now))
 
     def count_of(self, request_id: RequestId) -> None:
         """Add a request's lookups to the counts, if it runs."""
@@ -244,7 +244,7 @@ class Lookups:
         """
         if tier == NOWHERE:
             return ABSENT
-        request.wait_for_tiers(self._promotions.now)
+        request.wait_for_tiers(self._promotions.waits_now)
         if tier == ASKING:
             return BlockState.PROBING
         if request.room_wanted and self._promotions.lets_wait(request):

@@ -106,7 +106,7 @@ class PrefixReservations:
         elif key not in request.hits:
             request.misses.add(key)
         if is_at_tier:
-            request.wait_for_tiers(self._promotions.now)
+            request.wait_for_tiers(self._promotions.waits_now)
 
     def reserve(self, message: ReservePrefix) -> None:
         """Promote and lease a prefix across groups; reply with its tokens, 0 for none."""

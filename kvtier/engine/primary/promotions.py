@@ -65,10 +65,17 @@ class Promotions:
         self._leases: dict[RequestId, _Leases] = {}
         self.held_slots = 0  #: filling from a tier, or leased
         self.now = 0.0  #: seconds of the runtime's clock, at the last Tick or end of a step
+        #: The same, or at the first lookup since: an idle engine ends no step, and a request that
+        #: comes then has not waited meanwhile.
+        self.waits_now = 0.0
 
     def pass_time(self, now: float) -> None:
         """Set the time, in seconds of the runtime's clock."""
-        self.now = now
+        self.now = self.waits_now = now
+
+    def begin_lookups(self, now: float) -> None:
+        """Note the time of a step's first lookup."""
+        self.waits_now = now
 
     def has_room(self) -> bool:
         """Return whether one more promotion leaves the reserve for stores untouched."""

@@ -63,6 +63,7 @@ def test_a_request_that_waited_for_a_tier_says_how_long() -> None:
     story, keys = story_of_a_tier(2, on_reset="keep")
     story.forget()
     story.step()
+    story.now += 3600.0  # idle, so no step ended
     story.facade.on_request_started("r")
     assert story.facade.lookup_prefix(keys, "r") is None
     story.now += 0.5
