@@ -138,5 +138,7 @@ NEEDS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
     "control group": ("control groups", _groups),
     "redis": ("a Redis server", _install("redis-server")),
     "object stores of NIXL": ("NIXL's plugin for object stores", _object_stores),
+    # Not in the list of ``make test``: Debian's package starts a service, for one test.
+    "prometheus": ("Prometheus", lambda: "" if shutil.which("prometheus") else "install it"),
     "mooncake": ("the libraries of Mooncake's client", _libraries),
 }

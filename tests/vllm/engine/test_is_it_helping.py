@@ -1,0 +1,39 @@
+"""The queries of the page "Is it helping?" have answers, from a Prometheus and a real engine."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.needs import needs
+from tests.support.patience import PATIENCE_S
+from tests.vllm.support.children import child_environment
+
+DOCS = Path(__file__).parents[3] / "docs"
+ANSWER = re.compile(r"(?<=^```text\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
+
+
+@needs("prometheus")
+@pytest.mark.long  # half a minute; a page's figures have no place in the gate
+def test_every_query_is_answered_and_nothing_else_of_the_page_changes(tmp_path: Path) -> None:
+    page = (DOCS / "how-to/is-it-helping.md").read_text()
+    copy = tmp_path / "page.md"
+    copy.write_text(ANSWER.sub("", page))
+    ended = subprocess.run(
+        [sys.executable, DOCS / "write_is_it_helping.py", copy],
+        env=child_environment({}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    answers = ANSWER.findall(copy.read_text())
+    assert len(answers) == page.count("```promql\n")
+    assert all(answers)
+    assert ANSWER.sub("", copy.read_text()) == ANSWER.sub("", page)
