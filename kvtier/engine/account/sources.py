@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from kvtier.core.statistics import Observed, SourceCounts
 from kvtier.engine.account.absences import Absences
 from kvtier.engine.account.evictions import Evictions
+from kvtier.plugin_api.backend import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
 
 PRIMARY: Final = 0
+
+_NOT_LOADED: Final[Mapping[Outcome, AbsenceReason]] = {
+    Outcome.ABSENT: "gone",
+    Outcome.DAMAGED: "damaged",
+}
 
 
 class Account:
@@ -108,6 +114,15 @@ class Account:
     def on_tier_evicted(self, keys: Sequence[Key], tier: int, now: float) -> None:
         """Note that a tier has evicted blocks to make room."""
         self._evictions[1 + tier].add(keys, now)
+
+    def on_not_loaded(self, keys: Sequence[Key], tier: int, outcome: Outcome, now: float) -> None:
+        """Note that a tier did not deliver blocks that it was known to have.
+
+        What is absent has gone since. A tier that evicts by itself has told why.
+        """
+        if outcome is Outcome.ABSENT and 1 + tier in self._evictions:
+            return
+        self._absences.add(keys, 1 + tier, _NOT_LOADED.get(outcome, "load_failed"), now)
 
     def on_gone(self, keys: Sequence[Key], tier: int, reason: AbsenceReason, now: float) -> None:
         """Note that a tier has lost blocks, failed to deliver them, or did not take them."""

@@ -5,7 +5,7 @@ Part of the primary tier's actor. Promotions from before a reset only give their
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from kvtier.core import messages as m
 from kvtier.plugin_api.backend import Outcome
@@ -13,17 +13,11 @@ from kvtier.plugin_api.backend import Outcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtier.core.statistics import AbsenceReason
     from kvtier.engine.primary.eviction import Eviction
     from kvtier.engine.primary.lookups import Lookups
     from kvtier.engine.primary.promotions import Batch, Promotions
     from kvtier.engine.primary.slot_table import SlotTable
     from kvtier.plugin_api.keys import Key, RequestId
-
-_REASONS: Final[dict[Outcome, AbsenceReason]] = {
-    Outcome.ABSENT: "evicted",  # after the tier had reported it: in a shared folder, by any engine
-    Outcome.DAMAGED: "damaged",
-}
 
 
 class LoadCompletions:
@@ -73,7 +67,7 @@ class LoadCompletions:
             self.release(message.slots)
             return
         arrived: Batch = ([], [])
-        missing: dict[AbsenceReason, list[Key]] = {}
+        missing: dict[Outcome, list[Key]] = {}
         request_id = ""
         for key, slot, outcome in zip(message.keys, message.slots, message.outcomes, strict=True):
             if outcome is Outcome.DONE:
@@ -86,10 +80,10 @@ class LoadCompletions:
             else:
                 self._directory.failed(key, self._promotions.on_lost(key, slot), message.tier)
                 self._slots.fail_fill(slot)
-                missing.setdefault(_REASONS.get(outcome, "load_failed"), []).append(key)
+                missing.setdefault(outcome, []).append(key)
         self._account.on_arrived(arrived[0], message.tier)
-        for reason, keys in missing.items():
-            self._account.on_gone(keys, message.tier, reason, self._promotions.now)
+        for outcome, keys in missing.items():
+            self._account.on_not_loaded(keys, message.tier, outcome, self._promotions.now)
         if missing:
             self._not_filled([key for keys in missing.values() for key in keys])
         self._slots.fill(arrived[1], self._slots.tier_fills)

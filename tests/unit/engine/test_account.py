@@ -108,7 +108,7 @@ def test_why_a_prefix_ends_is_counted_once_a_wait() -> None:
     ("outcome", "reason"),
     [
         (Outcome.DAMAGED, "damaged"),
-        (Outcome.ABSENT, "evicted"),
+        (Outcome.ABSENT, "gone"),
         (Outcome.FAILED, "load_failed"),
     ],
 )
