@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
+    from rich.table import Table
 
     from kvtier.plugin_api.progress import Progress
 
@@ -32,8 +33,12 @@ BAR_UPDATE_EVERY_S: Final = 0.1
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table on stdout. The first column is text; the others stand to the right."""
-    console = _console(sys.stdout)
+    """Print a table on stdout."""
+    _console(sys.stdout).print(made_table(title, columns, rows))
+
+
+def made_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    """Return a table for rich. The first column is text; the others stand to the right."""
     from rich import box  # noqa: PLC0415 - as in _console
     from rich.table import Table  # noqa: PLC0415 - as in _console
     from rich.text import Text  # noqa: PLC0415 - as in _console
@@ -49,7 +54,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
         shown.add_column(Text(column), justify="right" if index else "left", no_wrap=index > 0)
     for row in rows:
         shown.add_row(*(Text(str(cell)) for cell in row))
-    console.print(shown)
+    return shown
 
 
 @contextmanager

@@ -21,7 +21,18 @@ from kvtier.tools.cli.options import DEFAULTS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-COMMANDS: Final = ("bench", "check", "evict", "fsck", "ls", "purge", "replay", "size")
+COMMANDS: Final = (
+    "bench",
+    "check",
+    "evict",
+    "fsck",
+    "ls",
+    "purge",
+    "replay",
+    "size",
+    "status",
+    "top",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,1 @@
+"""Shows the state of running engines, from their ``/metrics``."""

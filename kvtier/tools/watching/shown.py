@@ -1,0 +1,160 @@
+"""Shows readings to people: a line for each engine, a table of its tiers, and what to do."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Final
+
+from rich.filesize import decimal
+
+from kvtier.tools.watching.readings import IN_USE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kvtier.tools.watching.readings import EngineReading, TierReading
+
+NOTHING: Final = "-"
+ALL_WELL: Final = "All tiers are in use, and nothing is wrong."
+DAY_S: Final = 86_400.0
+AGE_S_MIN: Final = 600.0
+"""An engine must be as old for what it writes a day to be known."""
+
+WORN_A_DAY: Final = 3.0
+"""More drive writes a day than this wear most drives out within their warranty."""
+
+MORE: Final = 1 / 5
+"""Blocks that a larger tier would have hit, as a share of those loaded, that are worth a word."""
+
+REMEDIES: Final[Mapping[str, str]] = {
+    "crashes": "its code raised or its process ended: look at the log",
+    "damaged": "blocks failed their check: look at the storage",
+    "stores_rejected": "it had no room for blocks: free some, or lower capacity_bytes",
+    "failed": "loads or stores failed at the storage: look at the log",
+    "jobs_timed_out": "its storage hung: look at the log",
+    "breaker_opened": "it was bypassed for a time: look at the log",
+    "connections_lost": "its server was away: look at the log",
+}
+"""By the counters of ``FAULTS``, the worst first."""
+
+
+def headline(engine: EngineReading) -> str:
+    """Return a line about the whole engine."""
+    return (
+        f"{engine.url}, engine {engine.engine}: {engine.model}\n"
+        f"kvtier {engine.version} in vLLM {engine.vllm}, {span(engine.age_s)} old; "
+        f"{span(engine.prefill_saved_s)} of prefill saved"
+    )
+
+
+def table_of(
+    engine: EngineReading, windows: Sequence[tuple[str, EngineReading]]
+) -> tuple[list[str], list[list[str]]]:
+    """Return columns, and a row for each tier: 80 characters wide.
+
+    ``windows``: titles, and what the engine has done since each began. The last one holds for bytes
+    and seconds, too.
+    """
+    titles = (title for title, _ in windows)
+    columns = ["tier", "state", "used", *titles, "in", "out", "p50", "p99", "a day"]
+    _, last = windows[-1]
+    return columns, [
+        [
+            tier.name,
+            tier.state,
+            _used(tier),
+            *(number(window.tiers[n].loaded_tokens) for _, window in windows),
+            size(last.tiers[n].read_bytes),
+            size(last.tiers[n].written_bytes),
+            *(_seconds(last.tiers[n].load_seconds.quantile(share)) for share in (0.5, 0.99)),
+            _written_a_day(engine, tier),
+        ]
+        for n, tier in enumerate(engine.tiers)
+    ]
+
+
+def advice(engine: EngineReading) -> str:
+    """Return one sentence: what to do first."""
+    return next(chain(_wrong(engine), _worn(engine), _small(engine), _idle(engine)), ALL_WELL)
+
+
+def _wrong(engine: EngineReading) -> Iterator[str]:
+    for tier in engine.tiers:
+        if tier.state != IN_USE:
+            yield f"{tier.name}: {tier.state}. The engine goes on without; look at its log."
+    for name, remedy in REMEDIES.items():
+        for tier in engine.tiers:
+            if name in tier.faults:
+                yield f"{tier.name} is in use, and {remedy} ({name}: {tier.faults[name]:,.0f})."
+
+
+def _worn(engine: EngineReading) -> Iterator[str]:
+    for tier in engine.tiers:
+        writes = drive_writes_a_day(engine, tier)
+        if writes is not None and writes > WORN_A_DAY:
+            yield (
+                f"{tier.name} writes its capacity {writes:.1f} times a day, which wears a drive "
+                'out: set "admission": "second_touch".'
+            )
+
+
+def _small(engine: EngineReading) -> Iterator[str]:
+    for tier in engine.tiers:
+        if tier.hits_if_twice > MORE * max(1.0, tier.hits):
+            key = "cpu_bytes_to_use" if tier is engine.tiers[0] else "capacity_bytes"
+            yield (
+                f"{tier.name} would have hit {tier.hits_if_twice:,.0f} blocks more at twice its "
+                f"size: raise {key}."
+            )
+
+
+def _idle(engine: EngineReading) -> Iterator[str]:
+    if not any(tier.loaded_tokens for tier in engine.tiers):
+        yield "No request has loaded anything yet: see the page Is it helping?"
+
+
+def drive_writes_a_day(engine: EngineReading, tier: TierReading) -> float | None:
+    """Return how often a day the tier's capacity is written; None if that is not known."""
+    if not tier.capacity_bytes or engine.age_s < AGE_S_MIN or tier is engine.tiers[0]:
+        return None
+    return tier.written_bytes / engine.age_s * DAY_S / tier.capacity_bytes
+
+
+def _written_a_day(engine: EngineReading, tier: TierReading) -> str:
+    writes = drive_writes_a_day(engine, tier)
+    return NOTHING if writes is None else f"{writes:.2g} x"
+
+
+def _used(tier: TierReading) -> str:
+    if tier.used_bytes is None:
+        return NOTHING
+    if not tier.capacity_bytes:
+        return size(tier.used_bytes)
+    return f"{tier.used_bytes / tier.capacity_bytes:.0%}"
+
+
+def size(count: float) -> str:
+    """Return bytes in a unit that fits."""
+    return decimal(round(count), precision=0) if count else NOTHING
+
+
+def number(count: float) -> str:
+    """Return a number with three digits, or all if there are not more than four."""
+    if count < 10_000:
+        return f"{count:.0f}"
+    power = min(len(f"{count:.0f}") - 1, 14) // 3
+    return f"{count / 1000**power:.3g}{' kMGT'[power]}"
+
+
+def span(seconds: float) -> str:
+    """Return a time in a unit that fits."""
+    for unit, length in (("d", DAY_S), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return NOTHING
+    return f"{seconds:.2g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
