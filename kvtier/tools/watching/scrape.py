@@ -37,6 +37,10 @@ def scrape(urls: Sequence[str]) -> Scraped:
 
 def _scrape_one(url: str) -> list[EngineReading] | str:
     try:
-        return read_engines(url, fetch(url)) or NO_KVTIER
+        page = fetch(url)
     except NoPage as reason:
         return f"no answer ({reason})"
+    try:
+        return read_engines(url, page) or NO_KVTIER
+    except (KeyError, ValueError) as odd:
+        return f"its metrics are not those of this version of kvtier ({odd})"

@@ -85,7 +85,8 @@ def _wrong(engine: EngineReading) -> Iterator[str]:
     for name, remedy in REMEDIES.items():
         for tier in engine.tiers:
             if name in tier.faults:
-                yield f"{tier.name} is in use, and {remedy} ({name}: {tier.faults[name]:,.0f})."
+                count = f"{name}: {tier.faults[name]:,.0f} in {span(engine.age_s)}"
+                yield f"{tier.name} is in use, and {remedy} ({count})."
 
 
 def _worn(engine: EngineReading) -> Iterator[str]:
