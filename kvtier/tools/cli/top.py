@@ -22,7 +22,7 @@ def top(*urls: Annotated[str, Parameter(metavar="URL")]) -> int:
     """Show the tiers of running engines every two seconds, until Ctrl-C.
 
     Tokens are those of the last minute and of the last hour, as far as the command has run for that
-    long; bytes and seconds of loads are those of the last minute, and what went wrong is of that hour.
+    long; bytes and seconds of loads are those of the last minute. Faults count for an hour.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def top(*urls: Annotated[str, Parameter(metavar="URL")]) -> int:
                 hour, minute = hours[name].add(engine), minutes[name].add(engine)
                 columns, rows = shown.table_of(engine, [("1 h", hour), ("1 min", minute)])
                 title = shown.headline(engine)
-                parts += [made_table(title, columns, rows), shown.advice(hour), ""]
+                parts += [made_table(title, columns, rows), shown.advice(engine, hour), ""]
             parts += [f"{url}: {why}" for url, why in found.silent.items()]
             live.update(Group(*parts), refresh=True)
             time.sleep(EVERY_S)

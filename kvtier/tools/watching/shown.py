@@ -73,9 +73,13 @@ def table_of(
     ]
 
 
-def advice(engine: EngineReading) -> str:
-    """Return one sentence: what to do first."""
-    return next(chain(_wrong(engine), _worn(engine), _small(engine), _idle(engine)), ALL_WELL)
+def advice(engine: EngineReading, recently: EngineReading | None = None) -> str:
+    """Return one sentence: what to do first.
+
+    ``recently``: what the engine has done in the time whose faults count; None: all of its time.
+    """
+    wrong = _wrong(engine if recently is None else recently)
+    return next(chain(wrong, _worn(engine), _small(engine), _idle(engine)), ALL_WELL)
 
 
 def _wrong(engine: EngineReading) -> Iterator[str]:
