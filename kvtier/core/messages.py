@@ -321,6 +321,13 @@ class ProbeEnded(Message, frozen=True, gc=False):
     request: RequestId = ""
 
 
+class TierBypassed(Message, frozen=True, gc=False):
+    """The link gives its tier no loads, or stores, or again, whatever the tier's health is."""
+
+    stores: bool  #: or loads, with their probes
+    is_bypassed: bool
+
+
 class TierUsable(Message, frozen=True, gc=False):
     """Whether to probe the tier for blocks now, and whether it ``answers`` if it has one."""
 

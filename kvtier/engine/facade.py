@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from kvtier.core.messages import GroupKeys, TokenPlace
     from kvtier.core.tier_host import TierHost
     from kvtier.core.wire import Message
+    from kvtier.engine.link.tier_health import TierRecord
     from kvtier.engine.link.tier_link import TierLink
     from kvtier.engine.primary.primary_tier import PrimaryTier
     from kvtier.plugin_api.keys import Key, RequestId, TierSet
@@ -412,6 +413,15 @@ class SchedulerFacade:
     def has_deferred_stores(self) -> bool:
         """Return whether a tier has deferred stores: steps offer them again when it has room."""
         return any(link.write_backlog.has_deferred for link in self._links)
+
+    def tier_record(self, tier: int, *, stores: bool) -> TierRecord:
+        """Return how often a secondary tier's loads, or stores, have gone well, or not."""
+        return self._links[tier].record(stores=stores)
+
+    def bypass(self, tier: int, *, stores: bool, is_bypassed: bool) -> None:
+        """Give a secondary tier no loads, or no stores, or give them again, as in a replay."""
+        self._cell.ask(self._links[tier], m.TierBypassed(stores, is_bypassed))
+        self._wake_tiers()
 
     def evicts(self, tier: int) -> bool:
         """Return whether a secondary tier is bounded, and so reports its evictions."""

@@ -19,7 +19,7 @@ server, and counts as connected.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.core import messages as m
 from kvtier.engine.link.circuit_breaker import Breaker, BreakerState, Work
@@ -83,6 +83,18 @@ class ServerConnection:
         self._log.post(m.Notice(event=event, tier=self._tier_name, detail=detail, level=level))
 
 
+class TierRecord(NamedTuple):
+    """How often a tier's work of a kind has gone well, and how often not."""
+
+    worked: int  #: probes left out: one that finds nothing shows little
+    failed: int
+    is_bypassed: bool  #: whether it is given no work of some kind now
+
+
+def _works(*, stores: bool) -> tuple[Work, ...]:
+    return (Work.STORE,) if stores else (Work.LOAD, Work.PROBE)
+
+
 class TierHealth:
     """The health of one tier."""
 
@@ -113,6 +125,9 @@ class TierHealth:
         self._primary = primary
         self._log = log
         self._told = (True, True)
+        self._bypassed: set[Work] = set()  # on request
+        self._worked = dict.fromkeys(Work, 0)
+        self._failed = dict.fromkeys(Work, 0)
         self.is_open = False  #: whether its backend has ever opened
 
     @property
@@ -125,9 +140,22 @@ class TierHealth:
         """Whether the tier broke."""
         return self._breakers[Work.LOAD].state is BreakerState.DISABLED
 
+    def record(self, *, stores: bool) -> TierRecord:
+        """Return how the tier's stores, or its loads and probes, have gone so far."""
+        works = _works(stores=stores)
+        failed = sum(self._failed[work] for work in works)
+        bypassed = not all(self.takes(work) for work in works)
+        return TierRecord(self._worked[works[0]], failed, is_bypassed=bypassed)
+
+    def bypass(self, *, stores: bool, is_bypassed: bool) -> None:
+        """Stop the tier's stores, or its loads and probes, or allow them again."""
+        change = self._bypassed.update if is_bypassed else self._bypassed.difference_update
+        change(_works(stores=stores))
+
     def takes(self, work: Work) -> bool:
         """Return whether work may be sent, now or once a trial has ended."""
-        return self._connection.is_up and self._breakers[work].allows
+        may = self._connection.is_up and work not in self._bypassed
+        return may and self._breakers[work].allows
 
     def tries(self, work: Work) -> bool:
         """Return whether the next piece of work is a trial of the tier."""
@@ -135,7 +163,8 @@ class TierHealth:
 
     def try_acquire(self, work: Work) -> bool:
         """Return whether a piece of work may be sent now. It may become the trial."""
-        return self._connection.is_up and self._breakers[work].try_acquire()
+        may = self._connection.is_up and work not in self._bypassed
+        return may and self._breakers[work].try_acquire()
 
     def trusts(self, work: Work, peer: str) -> bool:
         """Return whether one of the tier's peers may be sent work now."""
@@ -164,6 +193,7 @@ class TierHealth:
         opened_at = self._peers.succeeded(work, peer)
         if opened_at is not None:
             self._say_back("peer is back", f"{NAMES[work]} from {peer}", opened_at)
+        self._worked[work] += 1
         breaker = self._breakers[work]
         was = breaker.state
         breaker.succeeded()
@@ -187,6 +217,7 @@ class TierHealth:
     def _change(
         self, work: Work, change: Callable[[Breaker, float], None], how: str, peer: str
     ) -> None:
+        self._failed[work] += 1
         if peer:
             opens = self._peers.change(work, peer, change, self.time.now)
             if opens:

@@ -38,7 +38,7 @@ from kvtier.engine.link.jobs import Transfers
 from kvtier.engine.link.presence_feed import PresenceFeed
 from kvtier.engine.link.probes import Probes
 from kvtier.engine.link.relays import AccessRelay, RequestRelay
-from kvtier.engine.link.tier_health import NAMES, ServerConnection, TierHealth
+from kvtier.engine.link.tier_health import NAMES, ServerConnection, TierHealth, TierRecord
 from kvtier.engine.link.write_backlog import WriteBacklog
 from kvtier.plugin_api.backend import Connection, Outcome
 
@@ -119,6 +119,7 @@ class TierLink(Actor):
             m.Cascade: self._cascade,
             m.CascadeRefused: self.write_backlog.refused,
             m.StoresOffered: self.write_backlog.offered,
+            m.TierBypassed: self._bypass,
             wire.TouchKeys: self._used,
             wire.RequestEnded: self._request_ended,
             wire.Tick: self._tick,
@@ -381,6 +382,14 @@ class TierLink(Actor):
             self._send_all()
             self._health.tell_usable()
 
+    def _bypass(self, message: m.TierBypassed) -> None:
+        """Send the tier no work of a kind and end waits for it, or send it again."""
+        self._health.bypass(stores=message.stores, is_bypassed=message.is_bypassed)
+        if message.is_bypassed and not message.stores:
+            self._probes.end_all()
+        self._send_all()
+        self._health.tell_usable()
+
     def _new_policy(self, message: wire.PolicyBroke | wire.PolicyReturned) -> None:
         self.counts.policies_replaced += isinstance(message, wire.PolicyBroke)
         self.log.post(new_policy(self._tier_config.name, message))
@@ -449,6 +458,10 @@ class TierLink(Actor):
         others = len(self._probes) + self._probes.waiting + self.contents.untold
         jobs = (each.awaited + each.waiting.blocks for each in (self._loads, self._stores))
         return others + sum(jobs)
+
+    def record(self, *, stores: bool) -> TierRecord:
+        """Return how the tier's stores, or its loads, have gone so far."""
+        return self._health.record(stores=stores)
 
     def audit(self) -> LinkAudit:
         """Return the state in flight, frozen. For tests and diagnosis: it costs O(n)."""
