@@ -5,9 +5,10 @@ encodes what has come, compresses it to one zstd frame, and appends that to the 
 begins with the header line, so files can be cut or put together at any frame. A full queue, or a
 medium that fails or hangs, drops records: they are counted, and that is logged once.
 
-The file is opened anew for each frame, about once a second. That costs less than keeping track of
-whether a file that is held open is still the one at the path. A frame that was written only in
-part is cut off again, since nothing behind it could be read.
+The file is opened anew for each frame, about once a second, since somebody may have moved the last
+one away. A frame that was written only in part is cut off again, since nothing behind it could be
+read. Two engines would do so with each other's frames, and move away each other's files: so the
+file at the path is locked for as long as an engine records to it.
 
 Keys are hashes of a whole prefix; the file has their first 64 bits. It has no tokens and no text.
 """
@@ -15,13 +16,14 @@ Keys are hashes of a whole prefix; the file has their first 64 bits. It has no t
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import threading
 import time
 from collections import Counter, deque
 from struct import unpack
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -42,6 +44,9 @@ LEVEL: Final = 3
 FILE_MODE: Final = 0o600
 ID_BYTES: Final = 8
 
+EventKind = Literal["reset", "tier_down", "tier_up"]
+TierWork = Literal["loads", "stores"]
+
 
 class Record(NamedTuple):
     """One request that has ended. Times in seconds since 1970."""
@@ -55,6 +60,15 @@ class Record(NamedTuple):
     loaded: Sequence[bytes]  #: keys whose blocks the GPU loaded
     sources: Mapping[bytes, int]  #: of these: from which tier; the others from the primary tier
     keys: Iterable[bytes]  #: of the prompt, head to tail; more may follow
+
+
+class Happened(NamedTuple):
+    """Something besides requests that changes what they find."""
+
+    at_s: float  #: since 1970
+    kind: EventKind
+    tier: int | None = None  #: which secondary tier; of a reset: none
+    work: TierWork | None = None  #: that the tier does not do, or does again
 
 
 class Recorder:
@@ -80,14 +94,20 @@ class Recorder:
         self._block_tokens = block_tokens
         self._tiers = tiers
         self._header = msgspec.json.encode({"kvtier_record": VERSION, "block_tokens": block_tokens})
-        self._queue: deque[tuple[Record, int]] = deque()
+        self._queue: deque[tuple[Record | Happened, int]] = deque()
         self._keys_added = self._keys_taken = 0  # each written by one thread
         self._dropped_full = self._dropped_failed = 0  # likewise
         self._said_full = self._said_failed = False
         self._stops = threading.Event()
         self._thread = daemon_thread(self._run, "kvtier-recorder")
+        self._lock: int | None = None  #: a descriptor of the file that is locked
         try:
             os.close(self._open())
+        except BlockingIOError:
+            raise ConfigError(
+                f"record={path!r} is written by another engine. Give each engine its own file: "
+                "write {dp_rank} into its name, or choose another path."
+            ) from None
         except OSError as error:
             raise ConfigError(
                 f"record={path!r} cannot be written: {error.strerror or error}. Make its folder, "
@@ -103,7 +123,7 @@ class Recorder:
         """Begin to write."""
         self._thread.start()
 
-    def add(self, record: Record, key_count: int) -> None:
+    def add(self, record: Record | Happened, key_count: int = 0) -> None:
         """Queue a request's record, or drop it if the queue is full. Scheduler's thread."""
         queued_keys = self._keys_added - self._keys_taken
         if len(self._queue) >= REQUESTS_QUEUED_MAX or queued_keys > KEYS_QUEUED_MAX:
@@ -124,6 +144,9 @@ class Recorder:
         self.begin_to_close()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+        if not self._thread.is_alive() and self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     # --- the recorder's own thread ---
 
@@ -165,12 +188,20 @@ class Recorder:
             event = f"requests are not recorded: {what} (said once)"
             log.warning(event, path=self._path, error=error)
 
-    def _line(self, record: Record) -> bytes:
+    def _line(self, record: Record | Happened) -> bytes:
+        if isinstance(record, Happened):
+            event: dict[str, Any] = {"event": record.kind, "time_s": round(record.at_s, 6)}
+            if record.tier is not None:
+                event |= {"tier": self._tiers[record.tier + 1], "work": record.work}
+            return msgspec.json.encode(event)
         full = record.tokens // self._block_tokens
         ids = [key[:ID_BYTES] for _, key in zip(range(full), record.keys, strict=False)]
         tiers, sources = self._tiers, record.sources
         loaded = Counter(tiers[sources.get(key, -1) + 1] for key in record.loaded)
         loaded_tokens = {tier: n * self._block_tokens for tier, n in loaded.items()}
+        if record.loaded:  # the GPU may have had a part of the first one
+            first = tiers[sources.get(record.loaded[0], -1) + 1]
+            loaded_tokens[first] -= record.gpu_tokens % self._block_tokens
         line: dict[str, Any] = {
             "time_s": round(record.arrived_s, 6),
             "started_s": None if record.started_s is None else round(record.started_s, 6),
@@ -208,10 +239,33 @@ class Recorder:
                 os.close(descriptor)
 
     def _open(self) -> int:
+        """Open the file at the path, which is locked then. Raises ``OSError``."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         descriptor = os.open(self._path, flags, FILE_MODE)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise OSError(None, "it is not a regular file")
         os.fchmod(descriptor, FILE_MODE)
+        try:
+            self._lock_file(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
         return descriptor
+
+    def _lock_file(self, descriptor: int) -> None:
+        """Lock the file, unless it is the one that is locked. A lock goes with its descriptor."""
+        if self._lock is not None:
+            if os.path.sameopenfile(self._lock, descriptor):
+                return
+            os.close(self._lock)
+            self._lock = None
+        lock = os.dup(descriptor)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise
+        except OSError:
+            pass  # this filesystem has no locks
+        self._lock = lock

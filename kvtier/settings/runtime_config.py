@@ -195,7 +195,8 @@ class RuntimeConfig:
     """file to which the engine's requests are recorded, for
     [`kvtier replay` and `kvtier size`](../how-to/replay-a-trace.md#record-your-own-requests);
     `{dp_rank}` in it becomes the number of the engine. Needs the extra `compression`. Refused: a
-    file that cannot be written; a model with several KV-cache groups"""
+    file that cannot be written, or that another engine writes; a model with several KV-cache
+    groups"""
     record_bytes_max: Annotated[option.Size, Meta(ge=1 << 20)] = 1 << 30
     """bytes of the record: at half of them the file gets the suffix `.1`, in place of the last one
     with it, and a new one begins"""

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
 
+from kvtier.engine.link.tier_health import TierRecord
 from kvtier.errors import ConfigError
-from kvtier.recording.recorder import Record, Recorder
+from kvtier.recording.recorder import EventKind, Happened, Record, Recorder, TierWork
 from kvtier.vllm.releases import HAS_POSITIONS, positions_of
 from kvtier.vllm.scheduler.manager import KVTierManager
 
@@ -35,14 +36,41 @@ PRIMARY: Final = "0:primary"
 class _Asked:
     """One request from its first lookup to its end."""
 
-    __slots__ = ("gpu_tokens", "loaded", "request", "sources", "started_s")
+    __slots__ = ("ended_s", "gpu_tokens", "loaded", "request", "sources", "started_s")
 
     def __init__(self, request: Any) -> None:  # noqa: ANN401 - vLLM's
         self.request = request
         self.gpu_tokens = 0
         self.started_s: float | None = None
+        self.ended_s: float | None = None  # what vLLM reports later is no use of time
         self.loaded: Sequence[bytes] = ()
         self.sources: Mapping[bytes, int] = {}
+
+
+class WatchedWork:
+    """Finds when a tier did no work of a kind: from its last success to its last failure.
+
+    A fault shows when work fails, which was given to the tier before. So the time of the fault is
+    that of the last success, which no request that the tier failed has come before.
+    """
+
+    __slots__ = ("_is_down", "_seen", "_since", "_until")
+
+    def __init__(self) -> None:
+        self._seen = TierRecord(0, 0, is_bypassed=False)
+        self._since = self._until = time.time()
+        self._is_down = False
+
+    def look(self, record: TierRecord, now: float) -> tuple[float, EventKind] | None:
+        """Return what has happened, and when, if it shows now."""
+        seen, self._seen = self._seen, record
+        if record.is_bypassed or record.failed > seen.failed:
+            was_down, self._is_down, self._until = self._is_down, True, now
+            return None if was_down else (self._since, "tier_down")
+        if record.worked == seen.worked:
+            return None
+        was_down, self._is_down, self._since = self._is_down, False, now
+        return (self._until, "tier_up") if was_down else None
 
 
 def open_recorder(config: RuntimeConfig, spec: OffloadingSpec) -> Recorder | None:
@@ -71,6 +99,11 @@ class RecordingManager(KVTierManager):
         """Begin to record. Once, before the first request."""
         self._recorder = recorder
         self._asked: dict[str, _Asked] = {}
+        self._watched: list[tuple[int, TierWork, WatchedWork]] = [
+            (number, work, WatchedWork())
+            for number in range(len(self._tiers))
+            for work in ("loads", "stores")
+        ]
         self._metrics.count_records(lambda: recorder.dropped)
         recorder.start()
 
@@ -98,6 +131,27 @@ class RecordingManager(KVTierManager):
             if asked is not None and asked.started_s is None:
                 asked.started_s = time.time()
         super().on_schedule_end(context)
+        self._note_tiers()
+
+    def _note_tiers(self) -> None:
+        """Record between which times a tier did no work."""
+        for tier, work, watched in self._watched:
+            seen = self.facade.tier_record(tier, stores=work == "stores")
+            happened = watched.look(seen, time.time())
+            if happened is not None:
+                self._recorder.add(Happened(*happened, tier, work))
+
+    @override
+    def reset_cache(self) -> None:
+        self._recorder.add(Happened(time.time(), "reset"))
+        super().reset_cache()
+
+    @override
+    def on_request_ends(self, request: Any) -> dict[str, Any] | None:
+        asked = self._asked.get(request.request_id)
+        if asked is not None:
+            asked.ended_s = time.time()
+        return super().on_request_ends(request)
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -107,7 +161,7 @@ class RecordingManager(KVTierManager):
             record = Record(
                 arrived_s=request.arrival_time,
                 started_s=asked.started_s,
-                ended_s=time.time(),
+                ended_s=asked.ended_s or time.time(),
                 tokens=request.num_prompt_tokens,
                 output_tokens=request.num_output_tokens,
                 gpu_tokens=asked.gpu_tokens,

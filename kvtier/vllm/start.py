@@ -43,13 +43,18 @@ def build_manager(
     began_s = time.monotonic()
     recorder = open_recorder(config, spec)
     hosting = HostingEngine(spec, memory)
-    facade = open_runtime(
-        config,
-        memory,
-        namespace,
-        collect_events=spec.kv_events_config.enable_kv_cache_events,
-        engine=hosting,
-    )
+    try:
+        facade = open_runtime(
+            config,
+            memory,
+            namespace,
+            collect_events=spec.kv_events_config.enable_kv_cache_events,
+            engine=hosting,
+        )
+    except BaseException:
+        if recorder is not None:
+            recorder.close(0.0)  # another attempt may use its file
+        raise
     manager_class = KVTierManager if recorder is None else RecordingManager
     manager = manager_class(facade, config, spec, definitions, memory, region, hosting)
     if recorder is not None:

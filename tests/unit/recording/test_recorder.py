@@ -13,9 +13,9 @@ import zstandard
 
 from kvtier.errors import ConfigError
 from kvtier.recording import recorder as recorder_module
-from kvtier.recording.recorder import Record, Recorder
+from kvtier.recording.recorder import Happened, Record, Recorder
 from kvtier.tools.replay.traces import TraceError, read_trace
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 
 MIB = 1 << 20
 
@@ -44,10 +44,10 @@ def made(path: Path, bytes_max: int = MIB) -> Recorder:
     return Recorder(str(path), bytes_max, block_tokens=32, tiers=["0:primary", "nvme"])
 
 
-def written(path: Path, *records: Record, bytes_max: int = MIB) -> Recorder:
+def written(path: Path, *records: Record | Happened, bytes_max: int = MIB) -> Recorder:
     recorder = made(path, bytes_max)
     for each in records:
-        recorder.add(each, len(list(each.keys)))
+        recorder.add(each, len(list(each.keys)) if isinstance(each, Record) else 0)
     recorder.start()
     recorder.close(PATIENCE_S)
     return recorder
@@ -153,6 +153,47 @@ def test_a_queue_that_nobody_empties_is_bounded_in_requests_and_in_keys(tmp_path
     assert large.dropped == 1
 
 
+def test_a_part_of_a_block_that_the_gpu_had_is_not_counted_as_loaded(tmp_path: Path) -> None:
+    """With several GPU blocks to one of kvtier's: the whole block is loaded all the same."""
+    keys = keys_of(1, 3)
+    written(tmp_path / "r.zst", record(gpu_tokens=40, loaded=keys[1:], sources={keys[2]: 0}))
+    row = lines_of(tmp_path / "r.zst")[1]
+    assert row["loaded_tokens"] == {"0:primary": 24, "nvme": 32}
+    assert row["gpu_tokens"] + 24 + 32 + row["computed_tokens"] == row["tokens"]
+
+
+def test_what_happened_to_the_engine_stands_between_its_requests(tmp_path: Path) -> None:
+    path = tmp_path / "r.zst"
+    events = Happened(1001.0, "tier_down", 0, "loads"), Happened(999.0, "reset")
+    written(path, record(), *events, record(arrived_s=1002.0))
+    assert lines_of(path)[2:4] == [
+        {"event": "tier_down", "time_s": 1001.0, "tier": "nvme", "work": "loads"},
+        {"event": "reset", "time_s": 999.0},
+    ]
+    recorded = read_trace(path).recorded
+    assert recorded is not None
+    assert recorded.events == ((-1.0, "reset", "", ""), (1.0, "tier_down", "nvme", "loads"))
+    assert recorded.computed_tokens == 2 * (32 * 3 + 5)
+
+
+def test_a_file_that_another_engine_writes_is_refused_until_that_has_ended(tmp_path: Path) -> None:
+    """Both would move it away, and cut off what the other wrote. Also after it was moved."""
+    path = tmp_path / "r.zst"
+    refused = pytest.raises(ConfigError, match=r"by another engine.*\{dp_rank\} into its name")
+    first = made(path)
+    with refused:
+        made(path)
+    path.rename(tmp_path / "moved")
+    first.add(record())
+    first.start()
+    until(path.exists)
+    with refused:
+        made(path)
+    first.close(PATIENCE_S)
+    assert written(path, record()).dropped == first.dropped == 0
+    assert len(read_trace(path).requests) == 2
+
+
 @pytest.mark.parametrize("place", ["nowhere/r.zst", "folder"])
 def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path, place: str) -> None:
     (tmp_path / "folder").mkdir()
@@ -181,7 +222,8 @@ def test_a_record_that_is_cut_off_or_damaged_is_read_up_to_there(tmp_path: Path)
 def test_two_block_sizes_in_one_record_are_a_bad_line(tmp_path: Path) -> None:
     path = tmp_path / "r"
     path.write_bytes(
-        b'{"kvtier_record":1,"block_tokens":32}\n{"time_s":0,"tokens":40,"blocks":[1]}\n'
+        b'{"kvtier_record":1,"block_tokens":32}\n{"time_s":0,"ended_s":1,"tokens":40,"blocks":[1],'
+        b'"gpu_tokens":0,"loaded_tokens":{},"computed_tokens":40}\n'
         b'{"kvtier_record":1,"block_tokens":16}\n'
     )
     with pytest.raises(TraceError, match="line 3: the record's blocks have 16 tokens"):
