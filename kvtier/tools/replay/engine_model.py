@@ -18,7 +18,7 @@ from kvtier.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvtier.tools.replay.traces import TraceRequest
+    from kvtier.tools.replay.traces import TraceEvent, TraceRequest
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,19 @@ class EngineModel:
         """When the request arrives, on the replay's clock."""
         return request.time_s / self.speed
 
+    def event_s(self, event: TraceEvent) -> float:
+        """When an event of a record happens, on the replay's clock."""
+        return event.time_s / self.speed
+
     def prefill_s(self, tokens: int) -> float:
         """How long computing so many prompt tokens takes; one is always computed."""
         return max(1, tokens) / self.prefill_tokens_per_s / self.speed
 
-    def decode_s(self, tokens: int) -> float:
-        """How long computing so many output tokens takes."""
-        return tokens / self.decode_tokens_per_s / self.speed
+    def end_s(self, request: TraceRequest, first_token_s: float) -> float:
+        """When all output tokens are computed: as recorded, or in the stated time."""
+        if request.ended_s is not None:
+            return max(first_token_s, request.ended_s / self.speed)
+        return first_token_s + request.output_tokens / self.decode_tokens_per_s / self.speed
 
     def first_tokens_without_offloading(self, requests: Iterable[TraceRequest]) -> list[float]:
         """Return each request's time to first token if every prompt is computed in full."""
@@ -59,6 +65,6 @@ class EngineModel:
             if len(ends) >= self.requests_in_flight_max:
                 enters = max(arrival, heapq.heappop(ends))
             computed_until = max(enters, computed_until) + self.prefill_s(request.input_tokens)
-            heapq.heappush(ends, computed_until + self.decode_s(request.output_tokens))
+            heapq.heappush(ends, self.end_s(request, computed_until))
             times.append(computed_until - arrival)
         return times

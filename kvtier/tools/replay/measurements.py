@@ -89,6 +89,8 @@ class ReplayMeasured:
         # Of the requests that have had their first token:
         self.requests = 0
         self.input_tokens = 0
+        self.gpu_blocks = 0  # in the engine's own prefix cache
+        self.gpu_tokens = 0
         self.computed_tokens = 0
         self.referenced_blocks = 0
         self.hit_blocks = [0] * len(sources)

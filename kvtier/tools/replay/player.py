@@ -7,8 +7,13 @@ decided. Between steps the clock (``kvtier/tools/replay/clock.py``) passes the t
 
 A request's way: it arrives; enters when there is room among the requests in
 flight; looks up its blocks until none of the answers is None; loads its hits;
-has the rest of its prompt computed, in stated time; gets its first token; has
-what was computed stored; and ends when its output has been computed.
+gets slots for the rest of its prompt, which is computed in stated time; gets its
+first token; has what was computed copied there; and ends when its output has been
+computed, which is reported behind the stores of the step that follows. That is the order of
+vLLM's calls: eviction policies depend on it.
+
+Of a record, the prefix cache of the engine's GPU, failures of tiers, and resets are repeated: no
+cache here could show them. Hits are never taken from a record.
 """
 
 from __future__ import annotations
@@ -16,10 +21,12 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from kvtier.core.events import PRIMARY, EventKind
+from kvtier.core.messages import RequestOrder
 from kvtier.tools.replay.content import key_of
 from kvtier.tools.replay.measurements import Misread, ReplayMeasured
 
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtier.core.events import Event
+    from kvtier.core.messages import StoreGrant
     from kvtier.core.statistics import Statistics
     from kvtier.engine.facade import SchedulerFacade
     from kvtier.plugin_api.keys import Key
@@ -47,16 +55,47 @@ T = TypeVar("T")
 class _Request:
     """One request in flight."""
 
-    __slots__ = ("from_trace", "hits", "keys", "name", "scheduler_s", "sources", "waits_since")
+    __slots__ = (
+        "_order",
+        "computed_at",
+        "from_trace",
+        "gpu_blocks",
+        "grant",
+        "hits",
+        "keys",
+        "name",
+        "scheduler_s",
+        "sources",
+        "waits_since",
+    )
 
-    def __init__(self, name: str, from_trace: TraceRequest, now: float) -> None:
+    def __init__(self, name: str, from_trace: TraceRequest, now: float, block_tokens: int) -> None:
         self.name = name
         self.from_trace = from_trace
+        self.gpu_blocks = from_trace.gpu_tokens // block_tokens
         self.keys = [key_of(block) for block in from_trace.blocks]
+        self._order: RequestOrder | None = RequestOrder(0, tuple(self.keys))
         self.waits_since = now
+        self.computed_at = 0.0  # when its prompt is
+        self.grant: StoreGrant
         self.hits = 0
         self.sources: list[int] = []  # of each hit: the tier that it was promoted from, or PRIMARY
         self.scheduler_s = 0.0
+
+    def pop_order(self) -> RequestOrder | None:
+        """Return the order of all keys, once."""
+        order, self._order = self._order, None
+        return order
+
+    @property
+    def found(self) -> list[Key]:
+        """The blocks that are loaded: behind those of the engine's own prefix cache."""
+        return self.keys[self.gpu_blocks : self.gpu_blocks + self.hits]
+
+    @property
+    def offered(self) -> list[Key]:
+        """The blocks that are offered for storing. If none is loaded, vLLM offers the GPU's too."""
+        return self.keys[self.gpu_blocks + self.hits :] if self.hits else self.keys
 
 
 class _Copy(NamedTuple):
@@ -66,6 +105,7 @@ class _Copy(NamedTuple):
     keys: Sequence[Key]
     slots: Sequence[int]
     is_load: bool
+    epoch: int
 
 
 class _Due(NamedTuple):
@@ -99,12 +139,19 @@ class Player:
         interval_s = max(last_s, 1.0) / INTERVALS
         self.measured = ReplayMeasured(("0:primary", *tier_names), interval_s, facade.statistics())
         self._to_come = deque(trace.requests)
+        self._tier_names = tier_names
+        self._events = deque(trace.recorded.events if trace.recorded else ())
         self._entered = 0
         self._in_flight = 0
+        self._recorded_ends: dict[str, float] = {}  # of those in flight
         self._looking: list[_Request] = []
+        self._looked_in_vain = False  # since no tier works
         self._storing: list[_Request] = []  # computed, and not given room for it yet
         self._due: list[_Due] = []
         self._due_number = count()
+        self._scheduled: list[str] = []  # in this step
+        self._ended: list[_Request] = []  # in this step
+        self._ended_before: list[_Request] = []  # in the step before
         self._computed_until = 0.0
         self._copies: list[_Copy] = []
         self._cascading: list[dict[Key, float]] = [{} for _ in tier_names]
@@ -116,12 +163,12 @@ class Player:
 
         ``on_progress`` is called with how many more requests have had their first token.
         """
-        while (self._to_come or self._in_flight or self._copies) and not should_stop():
+        while self._is_unfinished() and not should_stop():
             before = self.measured.requests
             self._step()
             if self.measured.requests > before:
                 on_progress(self.measured.requests - before)
-        played = not (self._to_come or self._in_flight or self._copies)
+        played = not self._is_unfinished()
         while played and self._facade.has_pending_work() and not should_stop():
             self._end_step()
             self._clock.pass_time(None, tiers_work=True)
@@ -129,10 +176,16 @@ class Player:
         self._observe()
         return played
 
+    def _is_unfinished(self) -> bool:
+        return bool(
+            self._to_come or self._in_flight or self._copies or self._ended or self._ended_before
+        )
+
     # --- one step ---
 
     def _step(self) -> None:
         self._report_copies()
+        self._repeat_events()
         self._enter()
         looking, self._looking = self._looking, []
         for request in looking:
@@ -144,6 +197,7 @@ class Player:
         storing, self._storing = self._storing, []
         for request in storing:
             self._store(request)
+        self._report_ended()
         self._end_step()
         if self._copies:
             self._copy()
@@ -153,32 +207,63 @@ class Player:
     def _pass_time(self) -> None:
         """Let time pass until something can happen."""
         tiers_work = self._facade.has_pending_work()
-        if self._looking and not tiers_work:
+        if self._looking and not tiers_work and not self._looked_in_vain:
+            self._looked_in_vain = True
             return  # the answers are there
+        self._looked_in_vain = False  # or the GPU computes what is looked for
         until = self._due[0].at if self._due else None
-        if self._to_come and self._in_flight < self._model.requests_in_flight_max:
+        if self._may_enter():
             arrival = self._model.arrival_s(self._to_come[0])
             until = arrival if until is None else min(until, arrival)
+        if self._events and until is not None:
+            until = min(until, self._model.event_s(self._events[0]))
         self._clock.pass_time(until, tiers_work=tiers_work)
+
+    def _repeat_events(self) -> None:
+        """Let happen to the runtime what happened to the recorded engine."""
+        now = self._clock.now()
+        while self._events and self._model.event_s(self._events[0]) <= now:
+            event = self._events.popleft()
+            if event.kind == "reset":
+                self._facade.reset()
+                self._facade.on_reset_flushed()
+            elif event.tier in self._tier_names:
+                tier = self._tier_names.index(event.tier)
+                is_down, stores = event.kind == "tier_down", event.work == "stores"
+                self._facade.bypass(tier, stores=stores, is_bypassed=is_down)
 
     # --- a request's way ---
 
     def _enter(self) -> None:
         now = self._clock.now()
-        while self._to_come and self._in_flight < self._model.requests_in_flight_max:
+        while self._may_enter():
             arrival = self._model.arrival_s(self._to_come[0])
             if arrival > now:
                 break
             self._entered += 1
-            request = _Request(f"r{self._entered}", self._to_come.popleft(), now)
+            from_trace = self._to_come.popleft()
+            request = _Request(f"r{self._entered}", from_trace, now, self._block_tokens)
             self.measured.entering.add(now - arrival)
             self._in_flight += 1
+            if from_trace.ended_s is not None:
+                self._recorded_ends[request.name] = from_trace.ended_s
             self._looking.append(request)
             self._call(request, "start request", 1, self._facade.on_request_started, request.name)
 
+    def _may_enter(self) -> bool:
+        """Return whether there is a request to come, and room for it.
+
+        A recorded one waits for those that had ended when it arrived: its client may have done so.
+        """
+        if not self._to_come or self._in_flight >= self._model.requests_in_flight_max:
+            return False
+        arrived_s = self._to_come[0].time_s
+        return all(ended_s > arrived_s for ended_s in self._recorded_ends.values())
+
     def _look_up(self, request: _Request) -> None:
         started = time.perf_counter()
-        hits = self._facade.lookup_prefix(request.keys, request.name)
+        keys = request.keys[request.gpu_blocks :] if request.gpu_blocks else request.keys
+        hits = self._facade.lookup_prefix(keys, request.name)
         seconds = time.perf_counter() - started
         request.scheduler_s += seconds
         self.measured.scheduler_s += seconds  # the facade itself samples the time per key
@@ -191,50 +276,71 @@ class Player:
             self._compute(request)
             return
         facade = self._facade
-        keys = request.keys[:hits]
+        keys = request.found
         request.sources = self._call(request, "load_source", hits, self._sources_of, request)
-        slots = self._call(request, "prepare_load", hits, facade.prepare_load, keys, request.name)
-        self._copies.append(_Copy(request, keys, slots, is_load=True))
+        prepare = partial(facade.prepare_load, order=request.pop_order())
+        slots = self._call(request, "prepare_load", hits, prepare, keys, request.name)
+        self._copies.append(_Copy(request, keys, slots, is_load=True, epoch=facade.epoch))
 
     def _sources_of(self, request: _Request) -> list[int]:
         """Return where each hit came from, as vLLM asks for its metrics."""
         sources = self._facade.load_sources(request.name)
-        return [sources.get(key, PRIMARY) for key in request.keys[: request.hits]]
+        return [sources.get(key, PRIMARY) for key in request.found]
 
     def _compute(self, request: _Request) -> None:
         """Have the GPU compute what is missing of the prompt, when it gets to it."""
         start = max(self._clock.now(), self._computed_until)
         self._computed_until = start + self._model.prefill_s(self._missing_tokens(request))
-        self._happens(self._computed_until, self._first_token, request)
+        request.computed_at = self._computed_until
+        self._happens(start, self._begin, request)
+        self._happens(request.computed_at, self._first_token, request)
+
+    def _begin(self, request: _Request, _: float) -> None:
+        """Begin to compute. As in vLLM, what is computed gets its room in the same step."""
+        self._scheduled.append(request.name)
+        if request.offered:
+            self._store(request)
 
     def _missing_tokens(self, request: _Request) -> int:
         """Return how many prompt tokens are computed: one even where all were hit."""
-        return max(1, request.from_trace.input_tokens - request.hits * self._block_tokens)
+        found = request.gpu_blocks + request.hits
+        had = max(request.from_trace.gpu_tokens, found * self._block_tokens)
+        return max(1, request.from_trace.input_tokens - had)
 
     def _first_token(self, request: _Request, at: float) -> None:
         self._count(request, at)
-        if request.hits < len(request.keys):
-            self._storing.append(request)
-        decoded = at + self._model.decode_s(request.from_trace.output_tokens)
-        self._happens(decoded, self._finish, request)
+        self._happens(self._model.end_s(request.from_trace, at), self._finish, request)
 
     def _store(self, request: _Request) -> None:
-        keys = request.keys[request.hits :]
-        prepare = self._facade.prepare_store
+        keys = request.offered
+        prepare = partial(self._facade.prepare_store, order=request.pop_order())
         grant = self._call(request, "prepare_store", len(keys), prepare, keys, request.name)
         if grant is None:
             self.measured.stores_refused += 1
             self._storing.append(request)
         elif grant.keys:
-            self._copies.append(_Copy(request, grant.keys, grant.slots, is_load=False))
+            request.grant = grant
+            self._happens(request.computed_at, self._copy_out, request)
+
+    def _copy_out(self, request: _Request, _: float) -> None:
+        """Have the GPU copy what it has computed to the slots that were granted."""
+        keys, slots, epoch = request.grant.keys, request.grant.slots, request.grant.epoch
+        self._copies.append(_Copy(request, keys, slots, is_load=False, epoch=epoch))
 
     def _finish(self, request: _Request, _: float) -> None:
-        if request in self._storing:
-            self._storing.remove(request)
-        finish = self._facade.on_request_finished
-        self._call(request, "finish request", 1, finish, request.name, request.keys)
-        self.measured.scheduler.add(request.scheduler_s)
+        self._ended.append(request)
         self._in_flight -= 1
+        self._recorded_ends.pop(request.name, None)
+
+    def _report_ended(self) -> None:
+        """Report the requests that had ended before this step: behind its stores, as in vLLM."""
+        reported, self._ended_before, self._ended = self._ended_before, self._ended, []
+        finish = self._facade.on_request_finished
+        for request in reported:
+            if request in self._storing:
+                self._storing.remove(request)
+            self._call(request, "finish request", 1, finish, request.name, request.keys)
+            self.measured.scheduler.add(request.scheduler_s)
 
     def _happens(
         self, at: float, happen: Callable[[_Request, float], None], request: _Request
@@ -254,12 +360,14 @@ class Player:
         interval.first_token.add(seconds)
         measured.referenced_blocks += len(request.keys)
         interval.referenced_blocks += len(request.keys)
-        tokens_left = request.from_trace.input_tokens
-        for tier in request.sources:
+        known = request.from_trace.gpu_tokens
+        measured.gpu_tokens += known
+        measured.gpu_blocks += request.gpu_blocks
+        for number, tier in enumerate(request.sources, start=request.gpu_blocks + 1):
             source = 0 if tier == PRIMARY else tier + 1
-            tokens = min(self._block_tokens, tokens_left)
-            measured.note_hit(interval, source, tokens)
-            tokens_left -= tokens
+            end = min(number * self._block_tokens, request.from_trace.input_tokens)
+            measured.note_hit(interval, source, end - known)
+            known = end
 
     # --- the GPU ---
 
@@ -280,19 +388,17 @@ class Player:
         """Tell the runtime what has been copied."""
         copies, self._copies = self._copies, []
         facade = self._facade
-        for request, keys, _, is_load in copies:
+        for request, keys, _, is_load, epoch in copies:
             if is_load:
-                self._call(
-                    request, "complete_load", len(keys), facade.complete_load, keys, request.name
-                )
+                complete: Callable[..., None] = partial(facade.complete_load, epoch=epoch)
+                self._call(request, "complete_load", len(keys), complete, keys, request.name)
                 self._compute(request)
                 continue
             now = self._clock.now()
             for cascading in self._cascading:
                 cascading.update(dict.fromkeys(keys, now))
-            self._call(
-                request, "complete_store", len(keys), facade.complete_store, keys, request.name
-            )
+            complete = partial(facade.complete_store, epoch=epoch)
+            self._call(request, "complete_store", len(keys), complete, keys, request.name)
 
     # --- the runtime ---
 
@@ -315,6 +421,9 @@ class Player:
     def _end_step(self) -> None:
         measured = self.measured
         started = time.perf_counter()
+        if self._scheduled:
+            self._facade.on_requests_scheduled(self._scheduled)
+            self._scheduled = []
         self._facade.step_end()
         events = self._facade.take_events()
         measured.note_operation("end step", time.perf_counter() - started, 1)

@@ -60,11 +60,14 @@ def build_report(replayed: Replayed, trace: Mapping[str, Any]) -> dict[str, Any]
         "requests": {
             "first_tokens": measured.requests,
             "input_tokens": measured.input_tokens,
+            "gpu_blocks": measured.gpu_blocks,
+            "gpu_tokens": measured.gpu_tokens,
             "computed_tokens": measured.computed_tokens,
             "referenced_blocks": measured.referenced_blocks,
             "hit_blocks": sum(measured.hit_blocks),
             "hit_ratio": _ratio(sum(measured.hit_blocks), measured.referenced_blocks),
         },
+        "recorded": _recorded(replayed),
         "tiers": [_primary(replayed), *secondaries],
         "gpu": {
             "stored_bytes": replayed.blocks_stored * block_bytes,
@@ -92,6 +95,19 @@ def build_report(replayed: Replayed, trace: Mapping[str, Any]) -> dict[str, Any]
             _interval(number, measured.intervals[number], measured.interval_s)
             for number in sorted(measured.intervals)
         ],
+    }
+
+
+def _recorded(replayed: Replayed) -> dict[str, Any] | None:
+    """Return what the recorded engine found of the same requests, if all were played."""
+    recorded = replayed.trace.recorded
+    if recorded is None or not replayed.played:
+        return None
+    return {
+        "gpu_tokens": recorded.gpu_tokens,
+        "loaded_tokens": dict(recorded.loaded_tokens),
+        "computed_tokens": recorded.computed_tokens,
+        "events": len(recorded.events),
     }
 
 

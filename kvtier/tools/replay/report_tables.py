@@ -24,6 +24,11 @@ TIER_FAULTS: Final = (
 """Counters of a secondary tier that are shown where they are not 0."""
 
 
+ALL_HITS: Final = "all hits"
+ON_GPU: Final = "in the GPU's prefix cache"
+COMPUTED: Final = "computed"
+
+
 class Table(NamedTuple):
     """What ``kvtier.tools.terminal.table`` takes."""
 
@@ -44,14 +49,34 @@ def _hits(report: Mapping[str, Any]) -> Table:
         (tier["name"], tier["hit_blocks"], tier["hit_ratio"], tier["hit_tokens"]) for tier in tiers
     ]
     hit_tokens = sum(tier["hit_tokens"] for tier in tiers)
-    found.append(("all hits", requests["hit_blocks"], requests["hit_ratio"], hit_tokens))
-    missed = requests["referenced_blocks"] - requests["hit_blocks"]
-    found.append(("computed", missed, 1 - requests["hit_ratio"], requests["computed_tokens"]))
+    found.append((ALL_HITS, requests["hit_blocks"], requests["hit_ratio"], hit_tokens))
+    on_gpu = requests["gpu_blocks"], requests["gpu_tokens"]
+    whole = max(1, requests["referenced_blocks"])
+    if on_gpu[1] or report["recorded"]:
+        found.append((ON_GPU, on_gpu[0], on_gpu[0] / whole, on_gpu[1]))
+    missed = requests["referenced_blocks"] - requests["hit_blocks"] - on_gpu[0]
+    found.append((COMPUTED, missed, missed / whole, requests["computed_tokens"]))
     rows = [
-        (name, f"{blocks:,}", f"{ratio:.4f}", f"{tokens:,}")
+        [name, f"{blocks:,}", f"{ratio:.4f}", f"{tokens:,}"]
         for name, blocks, ratio, tokens in found
     ]
-    return Table("Where the prompts' blocks came from", ("", "blocks", "share", "tokens"), rows)
+    columns = ["", "blocks", "share", "tokens"]
+    if report["recorded"]:
+        columns.append("recorded tokens")
+        recorded = _recorded(report["recorded"])
+        for row in rows:
+            row.append(f"{recorded.get(row[0], 0):,}")
+    return Table("Where the prompts' blocks came from", columns, rows)
+
+
+def _recorded(recorded: Mapping[str, Any]) -> dict[str, int]:
+    """Return the tokens that the recorded engine found, by the names of the rows."""
+    return {
+        **recorded["loaded_tokens"],
+        ALL_HITS: sum(recorded["loaded_tokens"].values()),
+        ON_GPU: recorded["gpu_tokens"],
+        COMPUTED: recorded["computed_tokens"],
+    }
 
 
 def _moves(report: Mapping[str, Any]) -> Table:

@@ -17,7 +17,8 @@ import gzip
 import io
 import zlib
 from array import array
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -29,9 +30,10 @@ from kvtier.errors import Misuse
 from kvtier.tools.replay import zstd_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 OnBadLine = Literal["stop", "skip"]
+EventKind = Literal["reset", "tier_down", "tier_up"]
 
 LINE_BYTES_MAX: Final = 16 * 2**20  #: ids of a prompt of some ten million tokens
 TOKENS_MAX: Final = 10**9
@@ -42,6 +44,8 @@ REQUESTS_MAX: Final = 10_000_000
 REFERENCES_MAX: Final = 200_000_000
 BAD_LINES_KEPT_MAX: Final = 1000
 BLOCK_TOKENS_MAX: Final = 2**20
+TIERS_MAX: Final = 64  #: names of tiers in a record
+TIER_NAME_MAX: Final = 64
 
 LINES_PER_REPORT: Final = 500
 GZIP_MAGIC: Final = b"\x1f\x8b"
@@ -59,6 +63,27 @@ class TraceRequest(NamedTuple):
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]  #: of the prompt, head to tail; equal ids are equal prefixes
+    ended_s: float | None = None  #: when the answer was whole, if that is known
+    gpu_tokens: int = 0  #: the first of the prompt, which the engine's own prefix cache had
+
+
+class TraceEvent(NamedTuple):
+    """Something that happened to a recorded engine, and changes what requests find."""
+
+    time_s: float  #: since the trace's start; may be negative
+    kind: EventKind
+    tier: str = ""  #: its name; of a reset: none
+    work: str = ""  #: which the tier did not do: loads or stores
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a record has of the engine's run, besides its requests."""
+
+    events: tuple[TraceEvent, ...] = ()  #: in order of time
+    gpu_tokens: int = 0
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)  #: by tier
+    computed_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,6 +97,7 @@ class Trace:
     bad_lines: tuple[tuple[int, str], ...] = ()  #: line and what is wrong; the first thousand
     bad_line_count: int = 0
     out_of_order_count: int = 0  #: requests that came after a later one in the file
+    recorded: Recorded | None = None  #: of a record only
 
     @property
     def name(self) -> str:
@@ -114,6 +140,20 @@ class _Plain(msgspec.Struct):
     output_length: _Tokens = msgspec.field(name="output_tokens", default=0)
 
 
+class _Recorded(_Plain, kw_only=True):
+    ended_s: _Timestamp
+    gpu_tokens: _Tokens
+    loaded_tokens: dict[str, _Tokens]
+    computed_tokens: _Tokens
+
+
+class _RecordEvent(msgspec.Struct):
+    event: EventKind
+    time_s: _Timestamp
+    tier: Annotated[str, msgspec.Meta(max_length=TIER_NAME_MAX)] = ""
+    work: Literal["", "loads", "stores"] = ""
+
+
 class _RecordHeader(msgspec.Struct):
     version: Annotated[int, msgspec.Meta(ge=1, le=1)] = msgspec.field(name="kvtier_record")
     block_tokens: Annotated[int, msgspec.Meta(ge=1, le=BLOCK_TOKENS_MAX)]
@@ -140,13 +180,15 @@ FORMATS: Final = {
         msgspec.json.Decoder(_Plain), frozenset({"time_s", "blocks"}), "blocks", 1.0, 16
     ),
     "recorded": _Format(
-        msgspec.json.Decoder(_Plain), frozenset({"kvtier_record"}), "blocks", 1.0, 16
+        msgspec.json.Decoder(_Recorded), frozenset({"kvtier_record"}), "blocks", 1.0, 16
     ),
 }
 """By name. The block sizes are those of the published traces; vLLM's default for the plain one."""
 
 _HEADER_DECODER: Final = msgspec.json.Decoder(_RecordHeader)
 _HEADER_START: Final = b'{"kvtier_record":'
+_EVENT_DECODER: Final = msgspec.json.Decoder(_RecordEvent)
+_EVENT_START: Final = b'{"event":'
 _KEYS_DECODER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -214,6 +256,9 @@ class _Reader:
         self._bad_line_count = 0
         self._out_of_order = 0
         self._latest = 0.0
+        self._gpu_tokens = self._computed_tokens = 0
+        self._loaded_tokens: Counter[str] = Counter()
+        self._events: list[TraceEvent] = []
 
     def read_untrusted(
         self,
@@ -234,6 +279,9 @@ class _Reader:
                     continue
                 if line.startswith(_HEADER_START):
                     self._begin_record_untrusted(line)
+                    continue
+                if line.startswith(_EVENT_START):
+                    self._add_event_untrusted(line)
                     continue
                 self._requests.append(self._request_untrusted(line))
             except _BadLine as bad:
@@ -257,6 +305,13 @@ class _Reader:
             )
         self._block_tokens = header.block_tokens
 
+    def _add_event_untrusted(self, line: bytes) -> None:
+        row: _RecordEvent = _decode_untrusted(_EVENT_DECODER, line)
+        if [bool(row.tier), bool(row.work)] != 2 * [row.event != "reset"]:
+            raise _BadLine("a reset has no tier and no work, and other events have both")
+        self._references += 1  # so that they are bounded, too
+        self._events.append(TraceEvent(row.time_s, row.event, row.tier, row.work))
+
     def finish(self) -> Trace:
         """Return what was read, in order of time."""
         if not self._requests:
@@ -274,10 +329,20 @@ class _Reader:
             path=self.path,
             format=self._format_name,
             block_tokens=self._block_tokens or kind.block_tokens,
-            requests=tuple(each._replace(time_s=each.time_s - start) for each in requests),
+            requests=tuple(_since(start, each) for each in requests),
             bad_lines=tuple(self._bad_lines),
             bad_line_count=self._bad_line_count,
             out_of_order_count=self._out_of_order,
+            recorded=self._recorded(start) if self._format_name == "recorded" else None,
+        )
+
+    def _recorded(self, start: float) -> Recorded:
+        events = sorted(self._events, key=attrgetter("time_s"))
+        return Recorded(
+            events=tuple(each._replace(time_s=each.time_s - start) for each in events),
+            gpu_tokens=self._gpu_tokens,
+            loaded_tokens=dict(self._loaded_tokens),
+            computed_tokens=self._computed_tokens,
         )
 
     def _note(self, number: int, what: str) -> None:
@@ -310,7 +375,27 @@ class _Reader:
         self._out_of_order += time_s < self._latest
         self._latest = max(self._latest, time_s)
         blocks = self._chain.blocks(row.hash_ids)
-        return TraceRequest(time_s, row.input_length, row.output_length, blocks)
+        request = TraceRequest(time_s, row.input_length, row.output_length, blocks)
+        if not isinstance(row, _Recorded):
+            return request
+        self._add_outcome_untrusted(row)
+        return request._replace(ended_s=row.ended_s, gpu_tokens=row.gpu_tokens)
+
+    def _add_outcome_untrusted(self, row: _Recorded) -> None:
+        """Add what the engine found of a prompt, and where."""
+        if row.gpu_tokens > row.input_length:
+            raise _BadLine("gpu_tokens is more than tokens")
+        if len(self._loaded_tokens.keys() | row.loaded_tokens.keys()) > TIERS_MAX:
+            raise _BadLine(f"loaded_tokens names more than {TIERS_MAX} tiers, with those before")
+        self._loaded_tokens.update(row.loaded_tokens)
+        self._gpu_tokens += row.gpu_tokens
+        self._computed_tokens += row.computed_tokens
+
+
+def _since(start: float, request: TraceRequest) -> TraceRequest:
+    """Return the request with times since the trace's start."""
+    ended_s = None if request.ended_s is None else request.ended_s - start
+    return request._replace(time_s=request.time_s - start, ended_s=ended_s)
 
 
 class _Chain:

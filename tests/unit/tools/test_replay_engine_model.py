@@ -77,6 +77,8 @@ REQUESTS = strategies.lists(
         input_tokens=strategies.integers(0, 30),
         output_tokens=strategies.integers(0, 30),
         blocks=strategies.just(()),
+        ended_s=strategies.none() | strategies.integers(0, 80).map(float),
+        gpu_tokens=strategies.just(0),
     ),
     max_size=12,
 ).map(lambda requests: sorted(requests, key=lambda request: request.time_s))
@@ -106,7 +108,10 @@ def test_times_without_offloading_are_those_of_an_engine_played_by_hand(
         while sum(end > entered for end in ends) >= at_once:
             entered = min(end for end in ends if end > entered)
         computed = max(entered, computed) + max(1, request.input_tokens) / 2.0 / speed
-        ends.append(computed + request.output_tokens / 4.0 / speed)
+        if request.ended_s is None:
+            ends.append(computed + request.output_tokens / 4.0 / speed)
+        else:
+            ends.append(max(computed, request.ended_s / speed))
         expected.append(computed - arrival)
     assert model.first_tokens_without_offloading(requests) == pytest.approx(expected)
 

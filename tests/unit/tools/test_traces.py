@@ -14,7 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies
 
 from kvtier.tools.replay import traces
-from kvtier.tools.replay.traces import Trace, TraceError, TraceRequest, read_trace
+from kvtier.tools.replay.traces import (
+    Recorded,
+    Trace,
+    TraceError,
+    TraceEvent,
+    TraceRequest,
+    read_trace,
+)
 
 
 def mooncake(time_ms: float, ids: list[int], **changes: Any) -> dict[str, Any]:
@@ -256,12 +263,26 @@ def test_progress_is_told_in_bytes_of_the_file(tmp_path: Path) -> None:
     assert all(0 < done <= size == len(raw) for done, size in told)
 
 
+RECORDED = {
+    "time_s": 5,
+    "ended_s": 7.5,
+    "tokens": 40,
+    "blocks": [7, 8],
+    "gpu_tokens": 16,
+    "loaded_tokens": {"0:primary": 16},
+    "computed_tokens": 8,
+}
+DOWN = {"event": "tier_down", "time_s": 4, "tier": "1:fs", "work": "loads"}
+
 FRAGMENTS = strategies.sampled_from(
     [
         *(bad.rstrip()[:300] for bad in BAD),
         lines(mooncake(0, [1])),
         lines(mooncake(9e9, [1, 2])),
         b'{"time_s": 0, "tokens": 16, "blocks": [1]}\n',
+        b'{"kvtier_record":1,"block_tokens":16}\n',
+        json.dumps(DOWN, separators=(",", ":")).encode() + b"\n",
+        lines(RECORDED),
         b"\n",
         b"9" * 5000,
         b"[",
@@ -294,6 +315,42 @@ def test_reading_raises_nothing_but_trace_error(
         assert times
         assert times == sorted(times)
         assert times[0] == 0
+
+
+def test_a_record_has_requests_what_the_engine_found_and_what_happened(tmp_path: Path) -> None:
+    """Events are in order of their own times: they are recorded when they show."""
+    header = {"kvtier_record": 1, "block_tokens": 16}
+    later = {"event": "reset", "time_s": 6}
+    trace = read(tmp_path, lines(header, RECORDED, later, DOWN, {**RECORDED, "time_s": 8}))
+    assert trace.requests[0] == TraceRequest(0.0, 40, 0, (0, 1), ended_s=2.5, gpu_tokens=16)
+    assert trace.recorded == Recorded(
+        events=(TraceEvent(-1.0, "tier_down", "1:fs", "loads"), TraceEvent(1.0, "reset")),
+        gpu_tokens=32,
+        loaded_tokens={"0:primary": 32},
+        computed_tokens=16,
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({**RECORDED, "gpu_tokens": 41}, "gpu_tokens is more than tokens"),
+        ({**RECORDED, "loaded_tokens": {str(n): 0 for n in range(65)}}, "more than 64 tiers"),
+        ({**DOWN, "event": "reset"}, "a reset has no tier"),
+        ({**DOWN, "tier": ""}, "other events have both"),
+        ({**DOWN, "work": ""}, "other events have both"),
+        ({**DOWN, "event": "smoke"}, "smoke"),
+        ({**DOWN, "tier": "x" * 65}, "<= 64"),
+    ],
+)
+def test_what_no_recorder_writes_is_a_bad_line(
+    tmp_path: Path, row: dict[str, Any], what: str
+) -> None:
+    header = {"kvtier_record": 1, "block_tokens": 16}
+    with pytest.raises(TraceError, match=f"line 2: .*{what}"):
+        read(tmp_path, lines(header, row))
+    trace = read(tmp_path, lines(header, row, RECORDED), on_bad_line="skip")
+    assert (len(trace.requests), trace.bad_line_count) == (1, 1)
 
 
 def test_the_examples_of_the_reference_can_be_read(tmp_path: Path) -> None:
