@@ -22,7 +22,7 @@ from kvtier.plugin_api.backend import (
     Outcome,
     StoreBlock,
 )
-from kvtier.plugin_api.metrics import Counter
+from kvtier.plugin_api.metrics import CAPACITY_BYTES, USED_BYTES, Counter
 from kvtier_backends.incidents import IncidentLog, TierCounters
 from kvtier_backends.redis.batches import BatchRunner, ConnectionPool
 from kvtier_backends.redis.client import RedisClient
@@ -66,6 +66,8 @@ class RedisBackend(Backend):
     type_name: ClassVar[str] = "redis"
     metrics: ClassVar[Mapping[str, BackendMetric]] = {
         **SERVERS,
+        "capacity_bytes": CAPACITY_BYTES,
+        "used_bytes": USED_BYTES,
         "connections_lost": Counter("Connections that ended."),
     }
     medium: ClassVar[str] = "STORAGE"
@@ -196,8 +198,8 @@ class RedisBackend(Backend):
         return self._record_threads.busy()
 
     def counters(self) -> Mapping[str, int]:
-        """Return error counts by kind, without those that are zero."""
-        return {**self._counters.counts(), **self._records.counts()}
+        """Return error counts by kind, without those that are zero, and the servers' memory."""
+        return {**self._counters.counts(), **self._records.counts(), **self._watch.gauges}
 
     def _connection_lost(self) -> None:
         self._counters.add("connections_lost")

@@ -15,6 +15,8 @@ another program wrote there: nothing is served then.
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,11 +25,12 @@ from kvtier.plugin_api.backend import Connection
 from kvtier_backends.redis.client import ServerRefused
 from kvtier_backends.redis.redis_options import Address
 from kvtier_backends.redis.server_errors import error_named
+from kvtier_backends.shared import kept_connection
 from kvtier_backends.shared.kept_connection import KeptConnection
 from kvtier_backends.shared.namespaces import OwnDescription, namespace_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from kvtier.plugin_api.backend import BackendContext
     from kvtier_backends.incidents import TierCounters
@@ -64,6 +67,8 @@ class ConnectionWatch(KeptConnection):
         self._topology: Topology | None = None
         self._kept: resp.RespConnection | None = None
         self._kept_at: Address | None = None
+        self._measure_from = 0.0  # not before
+        self.gauges: Mapping[str, int] = {}  #: of the servers' memory; replaced, never changed
 
     async def topology(self) -> Topology:
         """Return the topology, after the first check. Raises ``StoreFault`` if not connected."""
@@ -92,8 +97,29 @@ class ConnectionWatch(KeptConnection):
             self._kept_at = address
         self._topology = topology
         self._on_servers(topology.addresses)
+        if kept_connection.clock() >= self._measure_from:
+            await self._measure(topology.addresses)
+
+    async def _measure(self, addresses: Collection[Address]) -> None:
+        """Ask all servers for their memory. Unless each of them reports it, it is not known."""
+        self._measure_from = kept_connection.clock() + self._check_every_s / 2
+        try:
+            found = await asyncio.gather(*(self._memory_of(each) for each in addresses))
+        except StoreFault as problem:
+            self.gauges = {}
+            if isinstance(problem, ServerRefused):  # each refusal is a line of the server's log
+                self._measure_from = math.inf
+            return
+        used, limits = [used for used, _ in found], [limit for _, limit in found]
+        capacity = {"capacity_bytes": sum(limits)} if all(limits) else {}  # else it is unbounded
+        self.gauges = {"used_bytes": sum(used), **capacity}
+
+    async def _memory_of(self, address: Address) -> tuple[int, int]:
+        async with self._client.asking(address) as ask:
+            return _memory_untrusted(await ask("INFO", "memory"), address)
 
     def _release(self) -> None:
+        self.gauges, self._measure_from = {}, 0.0
         self._on_servers(())
         self._drop_kept()
 
@@ -219,6 +245,16 @@ async def _ask_sentinel(client: RedisClient, master: str, address: Address) -> A
         return Address(_text_of(host), int(port))
     except (TypeError, ValueError):
         raise ServerRefused(f"sentinel {address} named no address") from None
+
+
+def _memory_untrusted(found: Any, asked: Address) -> tuple[int, int]:  # noqa: ANN401 - checked here
+    """Return the memory that a server uses, and its limit: 0 for none."""
+    lines = re.findall(r"^(used_memory|maxmemory):(\d{1,18})\r?$", _text_of(found), re.MULTILINE)
+    fields = dict(lines)
+    try:
+        return int(fields["used_memory"]), int(fields["maxmemory"])
+    except KeyError:
+        raise ServerRefused(f"{asked} reports no memory") from None
 
 
 def _text_of(reply: object) -> str:
