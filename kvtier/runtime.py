@@ -78,6 +78,7 @@ def open_runtime(
         collect_events=collect_events,
     )
     for link, tier in zip(built.links, tiers, strict=True):
+        tier.report_losses_by(link.lost_blocks)
         if tier.traits is not None:  # else reported once the tier can be used
             link.set_traits(tier.traits)
     for tier in tiers:

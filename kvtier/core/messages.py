@@ -8,6 +8,7 @@ a cell are run to quiescence before the facade's call returns, so they can't fil
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping  # noqa: TC003 - as below
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from kvtier.core.wire import Message
@@ -363,7 +364,7 @@ class LinkFailed(Message, frozen=True, gc=False):
 
 
 NoticeLevel: TypeAlias = Literal["info", "warning"]
-"""Log level: a warning reports a fault that kvtier copes with, or the end of one."""
+"""Log level: a warning reports a fault that kvtier copes with; its end is no warning."""
 
 
 class Notice(Message, frozen=True, gc=False):
@@ -373,6 +374,7 @@ class Notice(Message, frozen=True, gc=False):
     tier: str
     detail: str
     level: NoticeLevel = "warning"
+    numbers: Mapping[str, float] = {}
 
 
 # --- facade → primary tier, of requests ---
@@ -583,7 +585,7 @@ class StoresWanted(Message, frozen=True, gc=False):
 class StoresOffered(Message, frozen=True, gc=False):
     """The deferred blocks are on their way, as Cascades; ``is_all``: there are no more to request.
 
-    ``lost``: deferred blocks that are no longer here, or that follow one that is not.
+    ``lost``: deferred blocks that follow one that is lost.
     """
 
     is_all: bool
@@ -595,6 +597,12 @@ class TierIsBounded(Message, frozen=True, gc=False):
 
     tier: int
     capacity_blocks: int
+
+
+class StoresLost(Message, frozen=True, gc=False):
+    """So many deferred blocks have left host memory. Primary tier → link."""
+
+    blocks: int
 
 
 class TierIsRequestScoped(Message, frozen=True, gc=False):

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvtier.core.wire import Message
     from kvtier.plugin_api.backend import BackendTraits
@@ -31,6 +31,9 @@ class TierHost(Protocol):
     @property
     def place(self) -> str | None:
         """The backend's place."""
+
+    def report_losses_by(self, lost_blocks: Callable[[], Mapping[str, int]]) -> None:
+        """Set what counts the lost blocks, for the line that the tier is back. Before ``start``."""
 
     def start(self) -> None:
         """Have the backend opened and messages delivered. Does not wait for that.

@@ -61,7 +61,8 @@ class _LogMailbox:
         """Write one notice."""
         if isinstance(message, m.Notice):
             detail = {"detail": message.detail} if message.detail else {}
-            log.write(message.level, message.event, {"tier": message.tier, **detail})
+            fields = {"tier": message.tier, **detail, **message.numbers}
+            log.write(message.level, message.event, fields)
         return True
 
 

@@ -52,6 +52,8 @@ from kvtier.plugin_api.run_delays import RunDelays
 from kvtier.plugin_api.threads import BoundedCall, daemon_thread
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from kvtier.core.actor import Mailbox
     from kvtier.core.wire import Message
     from kvtier.plugin_api.backend import BackendContext, BackendTraits
@@ -128,6 +130,7 @@ class TierProcess(TierHost):
         self._child: _Child | None = None  # the last one whose backend was made
         self._channel: Channel[Any] | None = None  # of the child that runs
         self._stuck: subprocess.Popen[bytes] | None = None  # killed, and not gone yet
+        self._pause = RestartPause(RESTART_PAUSE_S, RESTART_PAUSE_S_MAX)
         self._watcher = daemon_thread(
             self._watch,
             f"kvtier-{tier.name}-watch",
@@ -167,10 +170,14 @@ class TierProcess(TierHost):
         """The backend's place."""
         return None if self._child is None else self._child.ready.place
 
+    def report_losses_by(self, lost_blocks: Callable[[], Mapping[str, int]]) -> None:
+        """Set what counts the lost blocks, for the line that the tier is back."""
+        self._opening.lost_blocks = lost_blocks
+
     def start(self) -> None:
         """Have the backend opened. Does not wait for that."""
         if self._life.state is LifeState.AWAY:
-            self._opening.begin_away(self._unusable_for, self._life)
+            self._opening.begin_away(self._unusable_for, self._life, self._pause.next_s)
         self.post(Begin())
         self.wake()
         self._watcher.start()
@@ -269,21 +276,19 @@ class TierProcess(TierHost):
 
     def _log_broke(self, reason: str) -> None:
         """Log why the tier is disabled, once for each reason in a row."""
-        self._opening.broke()
-        if self._life.broke(reason) and not self._life.ending.is_set():
-            log.error("tier broke", tier=self.name, error=reason)
+        is_news = self._life.broke(reason) and not self._life.ending.is_set()
+        self._opening.broke(reason, self._pause.next_s, is_news=is_news)
 
     # --- the watcher's thread ---
 
     def _watch(self) -> None:
         """Wait for the process to end, and start another, until the tier is to end."""
-        pause = RestartPause(RESTART_PAUSE_S, RESTART_PAUSE_S_MAX)
         while True:
             if self._child is not None:
-                pause.opened()
+                self._pause.opened()
                 self._see_open()
                 self._see_out(self._child)
-            while not self._life.ending.wait(pause.after_a_life()):
+            while not self._life.ending.wait(self._pause.after_a_life()):
                 if self._restart():
                     break
             else:

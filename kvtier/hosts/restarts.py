@@ -43,15 +43,19 @@ class RestartPause:
         self._next_s = first_s
         self._opened_at: float | None = None
 
+    @property
+    def next_s(self) -> float:
+        """How long to wait after a life that breaks now, in seconds."""
+        opened_at = self._opened_at
+        is_well = opened_at is not None and self._clock() - opened_at >= WELL_S
+        return min(self._first_s if is_well else self._next_s, self._longest_s)
+
     def opened(self) -> None:
         """Note that a life begins: its backend is open."""
         self._opened_at = self._clock()
 
     def after_a_life(self) -> float:
         """Note that a life broke, or could not begin; return how long to wait, in seconds."""
-        opened_at, self._opened_at = self._opened_at, None
-        if opened_at is not None and self._clock() - opened_at >= WELL_S:
-            self._next_s = self._first_s
-        pause_s = min(self._next_s, self._longest_s)
+        pause_s, self._opened_at = self.next_s, None
         self._next_s = min(2 * pause_s, self._longest_s)
         return pause_s

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtier.core import wire
 from kvtier.errors import StorageUnusable
 from kvtier.plugin_api.log import log
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kvtier.core.actor import Mailbox
     from kvtier.hosts.life import Life
@@ -18,8 +18,14 @@ if TYPE_CHECKING:
     from kvtier.settings.runtime_config import TierConfig
 
 
+REMEDY: Final = (
+    "kvtier restarts the tier by itself. If the reason names its storage, fix that; otherwise "
+    "report this log"
+)
+
+
 class Opening:
-    """Logs that a tier can be used: once at the start, once at each return.
+    """Logs that a tier can be used, at the start and at each return, and that it can't be used.
 
     The link is notified of the start too. Its owner lets one thread at a time call it.
     """
@@ -31,20 +37,28 @@ class Opening:
         self._link = link
         self.is_open = False
         self._was_away = False
+        self.lost_blocks: Callable[[], Mapping[str, int]] = dict  #: since the tier last worked
 
-    def begin_away(self, reason: str | None, life: Life) -> None:
+    def begin_away(self, reason: str | None, life: Life, retry_s: float) -> None:
         """Report, at the start, that the tier can't be used yet. Nothing of it runs."""
         reason = reason or "it has no backend"
-        self.broke()
+        self.broke(reason, retry_s, is_news=True)
         life.begin_away(reason)
         self._link.post(wire.TierBroke(reason=reason))
         self._link.post(wire.TierFenced())
 
-    def broke(self) -> None:
-        """Note that the tier can't be used, or can't be used any more."""
+    def broke(self, reason: str, retry_s: float, *, is_news: bool) -> None:
+        """Log that the tier can't be used, or, if the reason is news, why it still can't.
+
+        ``retry_s``: the pause before it is tried again, once nothing of it runs.
+        """
+        event = "tier is still disabled"
         if self.is_open or not self._was_away:
             self.is_open, self._was_away = False, True
             self._began_s = time.monotonic()
+            event = "tier disabled"
+        if is_news:
+            log.error(event, tier=self._name, reason=reason, retry_s=retry_s, remedy=REMEDY)
 
     def opened(
         self, place: str | None, traits: BackendTraits | None, gauges: Mapping[str, int]
@@ -63,8 +77,10 @@ class Opening:
         if traits is not None and traits.capacity_blocks is not None:
             fields["capacity_blocks"] = traits.capacity_blocks
         fields.update(gauges, seconds=round(time.monotonic() - self._began_s, 3))
-        log.info("tier is back" if self._was_away else "tier is open", **fields)
-        if not self._was_away:
+        if self._was_away:
+            log.info("tier is back", **fields, **self.lost_blocks())
+        else:
+            log.info("tier is open", **fields)
             self._link.post(wire.TierOpened())
 
 

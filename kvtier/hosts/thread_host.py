@@ -17,7 +17,6 @@ from kvtier.core.tier_host import ABANDON_S, TierHost
 from kvtier.hosts.life import Life, LifeEvent, LifeState
 from kvtier.hosts.restarts import RESTART_PAUSE_S, RestartPause
 from kvtier.hosts.starting import Opening, hangs
-from kvtier.plugin_api.log import log
 from kvtier.plugin_api.threads import BoundedCall, ThreadWaker, daemon_thread
 from kvtier.settings.plugins import fallback_policy
 from kvtier.tier.cell import TierCell, reason_of
@@ -116,10 +115,14 @@ class TierThread(TierHost):
         """The backend's place, as it was at the start."""
         return self._place
 
+    def report_losses_by(self, lost_blocks: Callable[[], Mapping[str, int]]) -> None:
+        """Set what counts the lost blocks, for the line that the tier is back."""
+        self._opening.lost_blocks = lost_blocks
+
     def start(self) -> None:
         """Start the thread. The backend is opened on it; does not wait for that."""
         if self._life.state is LifeState.AWAY:
-            self._opening.begin_away(self._unusable_for, self._life)
+            self._opening.begin_away(self._unusable_for, self._life, retry_s=0.0)
         self._thread.start()
 
     def post(self, message: Message) -> bool:
@@ -232,9 +235,7 @@ class TierThread(TierHost):
             is_news = self._life.broke(reason)
             if cell is not None:
                 cell.arrived.clear()
-        self._opening.broke()
-        if is_news:
-            log.error("tier broke", tier=self.name, error=reason)
+        self._opening.broke(reason, self._pause.next_s, is_news=is_news)
         self._link.post(wire.TierBroke(reason=reason))
         if cell is not None:
             cell.driver.stop()

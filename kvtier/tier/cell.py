@@ -18,6 +18,7 @@ import anyio
 from kvtier.core import wire
 from kvtier.core.backend_counts import Counting
 from kvtier.core.policy_actor import PolicyActor
+from kvtier.errors import StorageUnusable
 from kvtier.plugin_api.log import printable
 from kvtier.plugin_api.metrics import gauges_in
 from kvtier.tier.backend_driver import BackendDriver
@@ -215,4 +216,5 @@ def innermost(error: BaseException) -> BaseException:
 def reason_of(error: BaseException) -> str:
     """Return why a life ended, as it is reported and logged."""
     cause = innermost(error)
-    return printable(f"{type(cause).__name__}: {cause}")
+    is_sentence = isinstance(cause, StorageUnusable)
+    return printable(str(cause) if is_sentence else f"{type(cause).__name__}: {cause}")

@@ -79,4 +79,4 @@ def test_a_tier_that_the_engine_starts_without_is_named(tmp_path: Path) -> None:
             (line,) = (each for each in lines if each["event"] == "kvtier is ready")
         assert (line["tiers"], line["without"]) == ("1:fs", "1:fs")
         (disabled,) = (each for each in lines if each["event"] == "tier disabled")
-        assert root in disabled["detail"]
+        assert root in disabled["reason"]

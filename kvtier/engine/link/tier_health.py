@@ -27,7 +27,7 @@ from kvtier.engine.link.flights import LinkTime
 from kvtier.plugin_api.backend import Connection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvtier.core.actor import Mailbox
     from kvtier.core.statistics import TierCounts
@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 
 NAMES: Final = {Work.PROBE: "probes", Work.LOAD: "loads", Work.STORE: "stores"}
 """Names of the kinds of work in logs and statistics."""
+
+NOT_LOADED: Final = "blocks_not_loaded"
+NOT_STORED: Final = "blocks_not_stored"
+LOST: Final = {Work.PROBE: (), Work.LOAD: (NOT_LOADED,), Work.STORE: (NOT_STORED,)}
+"""Fields of the line that a tier is back."""
 
 
 class ServerConnection:
@@ -54,19 +59,22 @@ class ServerConnection:
         """Whether the tier may be given work."""
         return self.state is Connection.UP
 
-    def change(self, state: Connection, now: float) -> bool:
-        """Apply the state that the backend reports; return whether it has changed."""
+    def change(self, state: Connection, now: float, lost: Mapping[str, int]) -> bool:
+        """Apply the state that the backend reports; return whether it has changed.
+
+        ``lost``: blocks lost since the tier last worked, for the log.
+        """
         self._has_reported = True
         was, self.state = self.state, state
         if state is was:
             return False
         if state is Connection.GONE:
             self._lost_at = now
-            self._say("tier lost its server", "", "warning")
+            self._say("tier lost its server", "warning", {})
         if state is Connection.UP:
             is_first = was is Connection.CONNECTING  # no fault has ended
-            after = "" if is_first else f"after {now - self._lost_at:.3g} s"
-            self._say("tier has reached its server", after, "info")
+            end = {} if is_first else {"seconds": round(now - self._lost_at, 3), **lost}
+            self._say("tier has reached its server", "info", end)
         return True
 
     def set_connects(self, *, connects: bool) -> None:
@@ -79,8 +87,8 @@ class ServerConnection:
         self.state = Connection.UP
         self._has_reported = False
 
-    def _say(self, event: str, detail: str, level: m.NoticeLevel) -> None:
-        self._log.post(m.Notice(event=event, tier=self._tier_name, detail=detail, level=level))
+    def _say(self, event: str, level: m.NoticeLevel, numbers: Mapping[str, float]) -> None:
+        self._log.post(m.Notice(event, self._tier_name, "", level, numbers))
 
 
 class TierRecord(NamedTuple):
@@ -128,6 +136,8 @@ class TierHealth:
         self._bypassed: set[Work] = set()  # on request
         self._worked = dict.fromkeys(Work, 0)
         self._failed = dict.fromkeys(Work, 0)
+        self.lost_loads = 0  #: blocks whose load failed or was given up since one succeeded
+        self._dropped_before = 0  # cascades_dropped when a store last succeeded
         self.is_open = False  #: whether its backend has ever opened
 
     @property
@@ -192,14 +202,25 @@ class TierHealth:
         """Note that the tier did some work. ``peer``: which of its peers, if it has several."""
         opened_at = self._peers.succeeded(work, peer)
         if opened_at is not None:
-            self._say_back("peer is back", f"{NAMES[work]} from {peer}", opened_at)
+            self._say_back("peer is back", f"{NAMES[work]} from {peer} go on", opened_at)
         self._worked[work] += 1
         breaker = self._breakers[work]
         was = breaker.state
         breaker.succeeded()
         if was is BreakerState.HALF_OPEN and breaker.state is BreakerState.CLOSED:
-            self._say_back("tier is back", NAMES[work], breaker.opened_at)
+            self._say_back("tier is back", f"{NAMES[work]} go on", breaker.opened_at, *LOST[work])
+        if work is Work.LOAD and breaker.state is BreakerState.CLOSED:
+            self.lost_loads = 0
+        elif work is Work.STORE and breaker.state is BreakerState.CLOSED:
+            self._dropped_before = self._counts.cascades_dropped
         self.tell_usable()
+
+    def lost_blocks(self) -> dict[str, int]:
+        """Return how many blocks were lost since the tier last loaded, or stored. Any thread."""
+        return {
+            NOT_LOADED: self.lost_loads,
+            NOT_STORED: self._counts.cascades_dropped - self._dropped_before,
+        }
 
     def failed(self, work: Work, how: str, peer: str = "") -> None:
         """Note that the tier failed, or one of its peers."""
@@ -268,11 +289,13 @@ class TierHealth:
             usable, answers = told
             self._primary.post(m.TierUsable(self._number, usable, answers=answers))
 
-    def _say(self, event: str, detail: str, level: m.NoticeLevel = "warning") -> None:
-        self._log.post(m.Notice(event=event, tier=self._name, detail=detail, level=level))
+    def _say(self, event: str, detail: str) -> None:
+        self._log.post(m.Notice(event, self._name, detail))
 
-    def _say_back(self, event: str, work: str, since: float) -> None:
-        self._say(event, f"{work} go on after {self.time.now - since:.3g} s", "info")
+    def _say_back(self, event: str, detail: str, since: float, *lost: str) -> None:
+        blocks = self.lost_blocks()
+        end = {"seconds": round(self.time.now - since, 3), **{name: blocks[name] for name in lost}}
+        self._log.post(m.Notice(event, self._name, detail, "info", end))
 
 
 PEERS_MAX: Final = 256

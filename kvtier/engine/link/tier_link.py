@@ -120,6 +120,7 @@ class TierLink(Actor):
             m.CascadeRefused: self.write_backlog.refused,
             m.StoresOffered: self.write_backlog.offered,
             m.TierBypassed: self._bypass,
+            m.StoresLost: self.write_backlog.lost,
             wire.TouchKeys: self._used,
             wire.RequestEnded: self._request_ended,
             wire.Tick: self._tick,
@@ -371,7 +372,7 @@ class TierLink(Actor):
 
     def _connection_changed(self, message: wire.ConnectionChanged) -> None:
         """Send the tier no work while its backend has no server, and end waits for it."""
-        if not self._connection.change(message.state, self.time.now):
+        if not self._connection.change(message.state, self.time.now, self._health.lost_blocks()):
             return
         self.counts.connections_lost += message.state is Connection.GONE
         if self._connection.is_up:
@@ -394,13 +395,9 @@ class TierLink(Actor):
         self.counts.policies_replaced += isinstance(message, wire.PolicyBroke)
         self.log.post(new_policy(self._tier_config.name, message))
 
-    def _tier_broke(self, message: wire.TierBroke) -> None:
+    def _tier_broke(self, _message: wire.TierBroke) -> None:
         """Disable the tier. Its threads may still be running, so slots stay as they are."""
-        if not self._health.is_disabled:
-            self.counts.crashes += 1
-            self.log.post(
-                m.Notice(event="tier disabled", tier=self._tier_config.name, detail=message.reason)
-            )
+        self.counts.crashes += not self._health.is_disabled
         self._health.broke()
         self._probes.end_all()
         for transfers in (self._loads, self._stores):
@@ -438,7 +435,12 @@ class TierLink(Actor):
 
     # --- helpers ---
 
+    def lost_blocks(self) -> dict[str, int]:
+        """Return how many blocks were lost since the tier last worked. Any thread."""
+        return self._health.lost_blocks()
+
     def _end_promotion(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
+        self._health.lost_loads += outcomes.count(Outcome.FAILED)
         self.primary.post(m.PromotionEnded(self._number, job.keys, job.slots, outcomes, job.epoch))
 
     def _abandon(self, transfers: Transfers, jobs: Sequence[Job]) -> None:
@@ -446,6 +448,7 @@ class TierLink(Actor):
         for job in jobs:
             transfers.leave(job)
             if job.is_load:
+                self._health.lost_loads += len(job.keys)
                 told = m.PromotionAbandoned(self._number, job.keys, job.slots, job.epoch)
                 self.primary.post(told)
 

@@ -133,3 +133,7 @@ class WriteBacklog:
         self._has_asked = False
         self.has_deferred |= not message.is_all
         self._counts.cascades_dropped += message.lost
+
+    def lost(self, message: m.StoresLost) -> None:
+        """Count deferred blocks that the tier will not get."""
+        self._counts.cascades_dropped += message.blocks

@@ -147,13 +147,11 @@ class Cascades:
         for holes in self.holes.values():
             holes.lose(keys)
 
-    def leave(self, keys: Sequence[Key]) -> None:
-        """Note that these blocks have left host memory."""
+    def leave(self, keys: Sequence[Key]) -> dict[int, int]:
+        """Note that blocks have left host memory. Return how many of them each tier has lost."""
         if self._kept:
             self._kept.difference_update(keys)
-        for holes in self.holes.values():
-            if holes:
-                holes.leave(keys)
+        return {tier: holes.leave(keys) for tier, holes in self.holes.items() if holes}
 
     def deferred_of(self, request: RequestId) -> int:
         """Return the most blocks of a request that wait for a tier, which has none behind them."""
@@ -258,7 +256,6 @@ class MissingPrefixes:
         ] = {}  # in the order in which they are offered again
         self._deferred_of: Counter[RequestId] = Counter()  # how many each request has brought
         self._lost: dict[Key, None] = {}
-        self._left_count = 0  # deferred, and lost since ``pop`` reported it
 
     def __bool__(self) -> bool:
         """Return whether there may be any holes."""
@@ -287,11 +284,11 @@ class MissingPrefixes:
         """Return how many of the blocks that a request has brought are waiting."""
         return self._deferred_of.get(request, 0)
 
-    def leave(self, keys: Iterable[Key]) -> None:
-        """Note that blocks have left host memory: those that were deferred are lost."""
+    def leave(self, keys: Iterable[Key]) -> int:
+        """Note that blocks have left host memory. Return how many were deferred: they are lost."""
         gone = [key for key in keys if key in self._deferred]
-        self._left_count += len(gone)
         self.lose(gone)
+        return len(gone)
 
     def lose(self, keys: Iterable[Key]) -> None:
         """Note that, as far as is known, the tier will not get these blocks."""
@@ -308,7 +305,7 @@ class MissingPrefixes:
         self._lost.pop(key, None)
 
     def pop(self, blocks_max: int) -> tuple[dict[Key, DeferredBlock], int]:
-        """Return up to ``blocks_max`` blocks to send now, and how many were recently lost."""
+        """Return up to ``blocks_max`` blocks to send now, and how many follow a lost one."""
         now: dict[Key, DeferredBlock] = {}
         lost: list[Key] = []
         for key, block in self._deferred.items():
@@ -322,15 +319,13 @@ class MissingPrefixes:
         for key, block in now.items():
             self.fill(key, block.before)
         self.lose(lost)
-        lost_count, self._left_count = self._left_count + len(lost), 0
-        return now, lost_count
+        return now, len(lost)
 
     def clear(self) -> None:
         """Forget all holes: no earlier block is sent to the tier any more."""
         self._deferred.clear()
         self._deferred_of.clear()
         self._lost.clear()
-        self._left_count = 0
 
     def audit(self) -> frozenset[Key]:
         """Return all holes. For tests and diagnosis."""

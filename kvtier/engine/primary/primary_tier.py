@@ -199,7 +199,9 @@ class PrimaryTier(Actor):
         if keys:
             self.counts.evictions += len(keys)
             self.account.on_evicted(keys, self.promotions.now)
-            self._cascades.leave(keys)
+            for tier, lost in self._cascades.leave(keys).items():
+                if lost:
+                    self.links[tier].post(m.StoresLost(lost))
             self._events.add(EventKind.REMOVED, keys)
 
     def _discard(self, message: m.Discard) -> None:

@@ -149,19 +149,35 @@ def test_what_a_new_backend_has_reported_by_the_time_it_is_met_holds() -> None:
 
 
 def test_how_a_tier_stands_with_its_server_is_told_counted_and_shown() -> None:
-    """The end of a fault says how long that lasted."""
+    """The end of a fault says how long that lasted: from the first report, and anew each time."""
     story = Story()
-    for state in (CONNECTING, UP, GONE, GONE, UP):
-        story.let_pass(1.5)
+    states = (CONNECTING, UP, GONE, GONE, UP, GONE, UP)
+    for pause_s, state in zip((1, 2, 4, 8, 16, 32, 64), states, strict=True):
+        story.let_pass(pause_s)
         report(story, state)
         assert story.facade.statistics().tiers[0].connection == state.name
-    told = [(each.event, each.detail, each.level) for each in story.runtime.cell.notices]
+    told = [(each.event, each.level, each.numbers) for each in story.runtime.cell.notices]
+    nothing = {"blocks_not_loaded": 0, "blocks_not_stored": 0}
     assert told == [
-        ("tier has reached its server", "", "info"),
-        ("tier lost its server", "", "warning"),
-        ("tier has reached its server", "after 3 s", "info"),
+        ("tier has reached its server", "info", {}),
+        ("tier lost its server", "warning", {}),
+        ("tier has reached its server", "info", {"seconds": 8 + 16, **nothing}),
+        ("tier lost its server", "warning", {}),
+        ("tier has reached its server", "info", {"seconds": 64, **nothing}),
     ]
-    assert link_of(story).counts.connections_lost == 1
+    assert link_of(story).counts.connections_lost == 2
+
+
+def test_a_tier_that_has_its_server_again_says_what_was_lost_without_it() -> None:
+    story, key = story_with_a_stored_block()
+    look_up(story, key)  # loads
+    report(story, GONE)
+    story.answer_all(Outcome.FAILED)
+    story.store(keys_of(4, b"x"))
+    story.store(keys_of(3, b"y"), "s")  # evicts three that wait for the tier
+    report(story, UP)
+    (end,) = (n for n in story.runtime.cell.notices if n.event == "tier has reached its server")
+    assert (end.numbers["blocks_not_loaded"], end.numbers["blocks_not_stored"]) == (1, 3)
 
 
 def test_a_restarted_tier_does_not_inherit_a_lost_connection() -> None:

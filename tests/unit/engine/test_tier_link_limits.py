@@ -7,7 +7,7 @@ import pytest
 from kvtier import TierConfig
 from kvtier.core import wire
 from kvtier.core.block_state import BlockState
-from kvtier.engine.link.circuit_breaker import BreakerState
+from kvtier.engine.link.circuit_breaker import BreakerState, Work
 from kvtier.plugin_api.backend import Outcome
 from tests.unit.engine._story import (
     Story,
@@ -151,12 +151,28 @@ def test_a_sick_tier_is_bypassed_tried_after_its_pause_and_back_with_a_success()
     promote(story, keys[4], "goes on")
     story.answer_all()
     assert story.facade.lookup(keys[4], "goes on") is True
-    said = [(notice.event, notice.detail) for notice in story.runtime.cell.notices]
-    assert [notice.level for notice in story.runtime.cell.notices] == ["warning", "info"]
+    said = [(n.event, n.detail, n.level, n.numbers) for n in story.runtime.cell.notices]
+    lost = {"seconds": 30, "blocks_not_loaded": 3}  # one of each failure, trials as well
     assert said == [
-        ("tier bypassed", "failed a load: loads pause"),
-        ("tier is back", "loads go on after 30 s"),
+        ("tier bypassed", "failed a load: loads pause", "warning", {}),
+        ("tier is back", "loads go on", "info", lost),
     ]
+
+
+def test_a_tier_that_takes_stores_again_says_what_it_did_not_get() -> None:
+    """What waits for it in host memory is not lost; what loads lost is of another line."""
+    story, (key,) = story_of_a_tier(breaker_failures_max=1, breaker_pause_s=10.0, slots=4)
+    cascade(story, keys_of(4, b"a"))
+    story.facade.on_request_finished("w")
+    story.answer_all(Outcome.FAILED)
+    assert link_of(story).audit().breakers[Work.STORE] is BreakerState.OPEN
+    story.store(keys_of(2, b"b"), "s")
+    assert counts_of(story).cascades_dropped == 2, "as soon as they are lost"
+    story.let_pass(10.0)
+    story.answer_all()
+    assert look_up(story, key, "r") is not BlockState.READY
+    (end,) = (n for n in story.runtime.cell.notices if n.event == "tier is back")
+    assert (end.detail, end.numbers) == ("stores go on", {"seconds": 10, "blocks_not_stored": 2})
 
 
 def test_what_is_tried_of_a_sick_tier_is_all_that_a_request_wants_of_it() -> None:

@@ -164,7 +164,7 @@ def test_every_message_to_a_link_may_cross() -> None:
     from_the_primary_tier = {
         *(wire.GenerationBegan, m.ProbeKeys, m.Promote, m.Cascade, m.CascadeRefused),
         *(wire.RequestOpened, wire.RequestClosed, wire.PrefixHits, wire.BlocksMissing),
-        *(m.Withdraw, m.StoresOffered, wire.TouchKeys, wire.RequestEnded, wire.Tick),
+        *(m.Withdraw, m.StoresOffered, m.StoresLost, wire.TouchKeys, wire.RequestEnded, wire.Tick),
     }
     from_the_host = {wire.TierOpened, wire.TierFenced, wire.TierNotRun, wire.TierRestarted}
     assert {*link.handlers} - from_the_primary_tier - from_the_host <= {*ToEngine.__args__}

@@ -343,9 +343,12 @@ def test_a_tier_that_does_not_come_back_says_why_once(
             path.unlink()
             (tmp_path / "elsewhere").rename(path)
         bench.next_of(wire.TierRestarted)
-    killed, in_the_way = [line["error"] for line in lines if line["event"] == "tier broke"]
-    assert killed == "was killed by signal 9"
-    assert str(path) in in_the_way
+    killed, in_the_way, back = lines
+    assert (killed["event"], killed["reason"]) == ("tier disabled", "was killed by signal 9")
+    assert killed["retry_s"] == 0.001
+    assert in_the_way["event"] == "tier is still disabled"
+    assert str(path) in in_the_way["reason"]
+    assert back["event"] == "tier is back"
     bench.until_it_has(KEYS[:1])
 
 

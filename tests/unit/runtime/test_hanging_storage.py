@@ -164,7 +164,7 @@ def test_a_start_over_storage_that_hangs_is_refused(
 def test_an_engine_may_start_without_it_and_takes_it_up_when_it_comes_back(
     folder: FuseFolder, kind: str, cell: str
 ) -> None:
-    """Nothing is logged but by the link, which is told once why; then that the tier is back."""
+    """It is logged once why, and what to do; then that the tier is back."""
     folder.hang()
     options = options_of(kind, cell, folder, start_timeout_s=START_S[cell], on_unusable="skip")
     with capture_logs() as logs:
@@ -183,10 +183,13 @@ def test_an_engine_may_start_without_it_and_takes_it_up_when_it_comes_back(
         finally:
             folder.heal()
             assert bench.host.close(PATIENCE_S)
-    (back,) = (line for line in logs if line["event"] == "tier is back")
+    disabled, back = logs
+    assert (disabled["event"], disabled["tier"]) == ("tier disabled", f"1:{kind}")
+    assert "has not answered for start_timeout_s=" in disabled["reason"]
+    assert "fix that" in disabled["remedy"]
+    assert back["event"] == "tier is back"
     assert (back["tier"], back["place"]) == (f"1:{kind}", str(folder.path / "kv"))
     assert back.get("blocks") == (0 if kind == "disk" else None)
-    assert not [line for line in logs if line["event"] == "tier is open"]
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EACCES])
@@ -271,7 +274,7 @@ def test_an_engine_serves_without_the_tier_that_hangs(folder: FuseFolder, cell: 
         facade = open_runtime(config, memory, Namespace({"model": "m"}))
     (line,) = logs
     assert (line["event"], line["tier"]) == ("tier disabled", "1:fs")
-    assert str(folder.path / "kv") in line["detail"]
+    assert str(folder.path / "kv") in line["reason"]
     try:
         facade.on_request_started("r")
         assert facade.lookup_prefix(KEYS, "r") == 0

@@ -117,7 +117,7 @@ def test_a_tier_that_is_restarted_writes_nothing_to_a_bare_mount_point(
         folder.vanish()
         with capture_logs() as logs:
             bench.break_down(monkeypatch)
-            until(lambda: any("another filesystem" in str(line.get("error")) for line in logs))
+            until(lambda: any("another filesystem" in str(line.get("reason")) for line in logs))
         assert list(folder.path.iterdir()) == []
         again = FuseFolder(folder.source, folder.path)
         try:

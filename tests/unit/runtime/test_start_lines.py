@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from kvtier.core import backend_counts
 from kvtier.hosts import process_host, thread_host
+from kvtier.hosts.process_host import TierProcess
 from kvtier.plugin_api.backend import Namespace
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.runtime import open_runtime
@@ -81,13 +82,14 @@ def start(*tiers: dict[str, Any], close_timeout_s: float = PATIENCE_S) -> Schedu
     return open_runtime(config, SlotMemory.anonymous(SLOTS, BLOCK), Namespace({"model": "m"}))
 
 
-def give(facade: SchedulerFacade) -> None:
+def give(facade: SchedulerFacade, blocks: int = len(KEYS), named: str = "") -> None:
     """Have blocks stored, and wait for no tier."""
-    facade.on_request_started("r")
-    grant = facade.prepare_store(KEYS, "r")
+    keys = [f"{named}{number}".encode().ljust(36) for number in range(blocks)] if named else KEYS
+    facade.on_request_started(named)
+    grant = facade.prepare_store(keys, named)
     assert grant is not None
-    facade.complete_store(grant.keys, "r")
-    facade.on_request_finished("r")
+    facade.complete_store(grant.keys, named)
+    facade.on_request_finished(named)
 
 
 def store(facade: SchedulerFacade) -> None:
@@ -165,23 +167,40 @@ def test_each_tier_has_a_line_of_its_own(tmp_path: Path, lines: Lines) -> None:
         assert facade.close()
 
 
-def test_a_tier_that_was_killed_says_what_is_in_it_when_it_is_back(
-    tmp_path: Path, lines: Lines
+def test_a_tier_that_was_killed_says_so_once_and_what_is_in_it_when_it_is_back(
+    tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And what was lost: the blocks that left host memory before it was back."""
+    may_return = threading.Event()
+    real_restart = TierProcess._restart
+
+    def restart(host: TierProcess) -> bool:
+        may_return.wait(PATIENCE_S)
+        return real_restart(host)
+
+    monkeypatch.setattr(TierProcess, "_restart", restart)
     facade = start(disk(tmp_path / "kv", "process"))
     try:
         wait_for(lines, "tier is open")
         store(facade)
         host: Any = facade._tiers[0]
         os.kill(host._child.process.pid, signal.SIGKILL)
+        until(lambda: facade.step_end() or facade.statistics().tiers[0].breaker == "DISABLED")
+        give(facade, SLOTS, "lost")
+        give(facade, SLOTS - 1, "found no room")
+        may_return.set()
         (line,) = wait_for(lines, "tier is back")
         assert line["log_level"] == "info"
         assert (line["tier"], line["place"]) == ("1:disk", str(tmp_path / "kv"))
         assert line["blocks"] == len(KEYS)
+        assert (line["blocks_not_loaded"], line["blocks_not_stored"]) == (0, SLOTS - 1)
         assert line["seconds"] >= 0
     finally:
         assert facade.close()
     assert len(named(lines, "tier is open")) == 1
+    (fault,) = (line for line in lines if line["log_level"] != "info")
+    assert (fault["event"], fault["reason"]) == ("tier disabled", "was killed by signal 9")
+    assert fault["remedy"].startswith("kvtier restarts the tier by itself")
 
 
 def test_a_backend_that_hangs_when_it_is_asked_what_it_has_serves_all_the_same(
