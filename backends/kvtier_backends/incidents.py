@@ -71,12 +71,21 @@ class IncidentLog:
         self._episodes: dict[str, dict[str, Episode]] = {"load": {}, "store": {}}
 
     def report(
-        self, side: str, name: str, reason: object, *, path: str = "", count: int = 1
+        self,
+        side: str,
+        name: str,
+        reason: object,
+        *,
+        path: str = "",
+        count: int = 1,
+        blocks: int | None = None,
     ) -> None:
         """Count ``name``, and log it if its kind has not been logged in this episode.
 
-        ``path`` is the file concerned, if there is one.
+        ``path`` is the file concerned, if there is one. ``blocks``: how many blocks or files it
+        hit, if that is not what is counted.
         """
+        hit = count if blocks is None else blocks
         self._counters.add(name, count)
         number = getattr(reason, "errno", None)
         is_full = number in NO_ROOM
@@ -85,9 +94,9 @@ class IncidentLog:
         with self._lock:
             episode = self._episodes[side].get(kind)
             if episode is not None and not (episode.is_over and _is_old(episode, now)):
-                episode.count += count
+                episode.count += hit
                 return
-            self._episodes[side][kind] = Episode(name, count, now)
+            self._episodes[side][kind] = Episode(name, hit, now)
         log.warning(
             f"{self._event}, logged once until it is over",
             kind=name,
@@ -97,14 +106,17 @@ class IncidentLog:
             **({"remedy": ROOM} if is_full else {}),
         )
 
-    def success(self, side: str) -> None:
-        """End the episodes of ``side`` that are old enough. Takes no lock if there are none."""
+    def success(self, side: str, *, is_full: bool = False) -> None:
+        """End the episodes of ``side`` that are old enough. Takes no lock if there are none.
+
+        ``is_full``: the filesystem still is, though there was room for this.
+        """
         if self._episodes[side]:
             now = time.monotonic()
             with self._lock:
-                episodes = self._episodes[side].items()
-                over = _close(each for _, each in episodes if _is_old(each, now))
-                self._episodes[side] = {kind: e for kind, e in episodes if not _is_old(e, now)}
+                episodes = self._episodes[side]
+                old = [kind for kind, each in episodes.items() if _is_old(each, now)]
+                over = _close(episodes.pop(kind) for kind in old if not (is_full and kind == FULL))
             self._log_end(over, now)
 
     def end(self, side: str, name: str) -> None:

@@ -66,8 +66,8 @@ from kvtier_backends.disk.metrics import METRICS
 from kvtier_backends.disk.offline.inspection import refuse_folder
 from kvtier_backends.disk.offline.purge_requests import answer_requests
 from kvtier_backends.disk.opened_files import NotAFile
-from kvtier_backends.incidents import IncidentLog, TierCounters
-from kvtier_backends.posix import PAGE_BYTES, filesystem_of, not_working, try_folder
+from kvtier_backends.incidents import ROOM, IncidentLog, TierCounters
+from kvtier_backends.posix import NO_ROOM, PAGE_BYTES, filesystem_of, not_working, try_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -220,10 +220,12 @@ class DiskBackend(Backend):
         try:
             await self._threads.run(self._report_doubts)
             self._log = await self._begin(self._verdict, self._plan.capacity_blocks)
-        except BaseException:
+        except BaseException as problem:
             self._is_closed = True
             self._threads.stop()
             self._claim.release()
+            if isinstance(problem, OSError) and problem.errno in NO_ROOM:
+                raise OSError(problem.errno, f"{problem.strerror}: {ROOM}", self._path) from None
             raise
         self._upkeep = asyncio.get_running_loop().create_task(self._keep_up())
 

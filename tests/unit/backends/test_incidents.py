@@ -55,6 +55,27 @@ def test_the_end_of_a_fault_says_how_much_it_hit(monkeypatch: pytest.MonkeyPatch
     assert end["seconds"] >= 0
 
 
+def test_a_filesystem_that_is_full_still_has_no_end_though_there_was_room_for_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other faults end. What had no room counts once, by its blocks."""
+    monkeypatch.setattr("kvtier_backends.incidents.EPISODE_S_MIN", 0.0)
+    incidents = incident_log()
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with capture_logs() as lines:
+        incidents.report("store", "no_room_for_a_region", full, blocks=0)
+        incidents.report("store", "stores_full", full, count=5)
+        incidents.report("store", "stores_failed", OSError(errno.EIO, "broken"))
+        incidents.success("store", is_full=True)
+        assert [line["kind"] for line in lines] == [
+            "no_room_for_a_region",
+            "stores_failed",
+            "stores_failed",
+        ]
+        incidents.success("store")
+    assert (lines[-1]["kind"], lines[-1]["count"]) == ("no_room_for_a_region", 5)
+
+
 def test_a_fault_that_comes_and_goes_within_a_minute_is_one_pair_of_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

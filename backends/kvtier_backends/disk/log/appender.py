@@ -123,7 +123,7 @@ class BlockAppender:
             self._count_bytes(count * context.geometry.stride, batch)
             batch.put_into(context.index, first)
             self._faults.write_succeeded()
-            context.incidents.success("store")
+            context.incidents.success("store", is_full=self._faults.is_full)
             return [Outcome.DONE] * count
         finally:
             if not batch.is_reinserted:

@@ -61,7 +61,11 @@ class BlockLog:
         priority = LoadPriority(stores_beside_loads)
         self._live = LiveBlocks(context, ttl_s=ttl_s, on_lost=on_lost)
         self._faults = RegionFaults(
-            context.regions, context.incidents, context.clock, on_lost=self._live.lose_region
+            context.regions,
+            context.incidents,
+            context.counters,
+            context.clock,
+            on_lost=self._live.lose_region,
         )
         self._opener = RegionOpener(context, self._faults, self.calls)
         self._reader = BlockReader(context, self._live, self._faults, priority)
@@ -150,7 +154,7 @@ class BlockLog:
             self._reclaim_ahead()
         answers = [outcomes[key] for key in keys]
         if Outcome.FULL in answers:
-            self._context.counters.add("stores_full", answers.count(Outcome.FULL))
+            self._faults.report_full(answers.count(Outcome.FULL))
         return answers
 
     def _room(self) -> int:

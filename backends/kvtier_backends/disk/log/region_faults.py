@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvtier_backends.disk.device import Transfer
     from kvtier_backends.disk.log.regions import Regions
-    from kvtier_backends.incidents import IncidentLog
+    from kvtier_backends.incidents import IncidentLog, TierCounters
 
 MEDIUM_ERRORS: Final = frozenset({errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.ENODATA})
 """Errors that may concern one place on the medium: another region is tried."""
@@ -66,15 +66,18 @@ class RegionFaults:
         self,
         regions: Regions,
         incidents: IncidentLog,
+        counters: TierCounters,
         clock: Callable[[], float],
         *,
         on_lost: Callable[[int], None],
     ) -> None:
         self._regions = regions
         self._incidents = incidents
+        self._counters = counters
         self._clock = clock
         self._on_lost = on_lost
         self._in_doubt = False
+        self._has_no_room = False  # for a block of a region that has its room
         self._suspects: dict[int, Suspect] = {}
         self._retired: dict[int, Retired] = {}
 
@@ -82,6 +85,24 @@ class RegionFaults:
     def in_doubt(self) -> bool:
         """Whether writing failed, and nothing was written since."""
         return self._in_doubt
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the filesystem had no room when it was last asked for some."""
+        lacks_room = (lack is Lack.ROOM for lack, _ in self._retired.values())
+        return self._has_no_room or any(lacks_room)
+
+    def report_full(self, blocks: int) -> None:
+        """Count blocks that are not stored for want of room."""
+        if self.is_full:
+            problem = OSError(errno.ENOSPC, "no region has room")
+            self._incidents.report("store", "stores_full", problem, count=blocks)
+        else:
+            self._counters.add("stores_full", blocks)
+
+    def _report_no_room(self, name: str, problem: OSError) -> None:
+        """Log it; the blocks that it hits are counted by ``report_full``."""
+        self._incidents.report("store", name, problem, blocks=0)
 
     @property
     def suspects(self) -> Mapping[int, Suspect]:
@@ -93,7 +114,7 @@ class RegionFaults:
     def open_failed(self, region: int, problem: OSError) -> Outcome | None:
         """Return the outcome of a store whose region cannot be opened; None: try the next one."""
         if problem.errno in NO_ROOM and not self._regions.is_allocated(region):
-            self._incidents.report("store", "no_room_for_a_region", problem)
+            self._report_no_room("no_room_for_a_region", problem)
             retired = [region, *self._regions.retire_unallocated()]
             self._regions.retire(region)
             for each in retired:
@@ -102,7 +123,8 @@ class RegionFaults:
         self._in_doubt = True
         if problem.errno in NO_ROOM:
             # It has its room already: on some filesystems each write takes new room.
-            self._incidents.report("store", "no_room_for_a_block", problem)
+            self._has_no_room = True
+            self._report_no_room("no_room_for_a_block", problem)
             return Outcome.FULL
         self._incidents.report("store", "stores_failed", problem)
         if problem.errno not in MEDIUM_ERRORS:
@@ -116,8 +138,8 @@ class RegionFaults:
         """Return the outcome of blocks that could not be written, or whose entries could not."""
         is_open = self._regions.open_region == region
         if problem.errno in NO_ROOM:
-            self._incidents.report("store", "no_room_for_a_block", problem)
-            self._in_doubt = True
+            self._report_no_room("no_room_for_a_block", problem)
+            self._in_doubt = self._has_no_room = True
             return Outcome.FULL
         if is_open and (problem.errno == errno.EFBIG or problem.errno in MEDIUM_ERRORS):
             self._regions.fill()  # its blocks stay: the next ones go elsewhere
@@ -146,7 +168,8 @@ class RegionFaults:
         else:
             self._regions.use_last(region)
         if problem.errno in NO_ROOM:
-            self._incidents.report("store", "no_room_for_a_block", problem)
+            self._has_no_room = True
+            self._report_no_room("no_room_for_a_block", problem)
             return Outcome.FULL
         self._incidents.report("store", "stores_failed", problem)
         return Outcome.FAILED
@@ -157,6 +180,7 @@ class RegionFaults:
 
     def write_succeeded(self) -> None:
         """Note that a write succeeded: regions retired for the medium may be tried now."""
+        self._has_no_room = False
         if self._in_doubt:
             self._in_doubt = False
             for region, (lack, _) in self._retired.items():
