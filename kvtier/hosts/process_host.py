@@ -172,7 +172,7 @@ class TierProcess(TierHost):
 
     def report_losses_by(self, lost_blocks: Callable[[], Mapping[str, int]]) -> None:
         """Set what counts the lost blocks, for the line that the tier is back."""
-        self._opening.lost_blocks = lost_blocks
+        self._opening.report_losses_by(lost_blocks)
 
     def start(self) -> None:
         """Have the backend opened. Does not wait for that."""

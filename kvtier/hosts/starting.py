@@ -37,7 +37,11 @@ class Opening:
         self._link = link
         self.is_open = False
         self._was_away = False
-        self.lost_blocks: Callable[[], Mapping[str, int]] = dict  #: since the tier last worked
+        self._lost_blocks: Callable[[], Mapping[str, int]] = dict  # since the tier last worked
+
+    def report_losses_by(self, lost_blocks: Callable[[], Mapping[str, int]]) -> None:
+        """Set what counts the lost blocks, for the line that the tier is back."""
+        self._lost_blocks = lost_blocks
 
     def begin_away(self, reason: str | None, life: Life, retry_s: float) -> None:
         """Report, at the start, that the tier can't be used yet. Nothing of it runs."""
@@ -78,7 +82,7 @@ class Opening:
             fields["capacity_blocks"] = traits.capacity_blocks
         fields.update(gauges, seconds=round(time.monotonic() - self._began_s, 3))
         if self._was_away:
-            log.info("tier is back", **fields, **self.lost_blocks())
+            log.info("tier is back", **fields, **self._lost_blocks())
         else:
             log.info("tier is open", **fields)
             self._link.post(wire.TierOpened())

@@ -117,7 +117,7 @@ class TierThread(TierHost):
 
     def report_losses_by(self, lost_blocks: Callable[[], Mapping[str, int]]) -> None:
         """Set what counts the lost blocks, for the line that the tier is back."""
-        self._opening.lost_blocks = lost_blocks
+        self._opening.report_losses_by(lost_blocks)
 
     def start(self) -> None:
         """Start the thread. The backend is opened on it; does not wait for that."""

@@ -136,7 +136,7 @@ class TierHealth:
         self._bypassed: set[Work] = set()  # on request
         self._worked = dict.fromkeys(Work, 0)
         self._failed = dict.fromkeys(Work, 0)
-        self.lost_loads = 0  #: blocks whose load failed or was given up since one succeeded
+        self._lost_loads = 0  # blocks whose load failed or was given up since one succeeded
         self._dropped_before = 0  # cascades_dropped when a store last succeeded
         self.is_open = False  #: whether its backend has ever opened
 
@@ -210,15 +210,19 @@ class TierHealth:
         if was is BreakerState.HALF_OPEN and breaker.state is BreakerState.CLOSED:
             self._say_back("tier is back", f"{NAMES[work]} go on", breaker.opened_at, *LOST[work])
         if work is Work.LOAD and breaker.state is BreakerState.CLOSED:
-            self.lost_loads = 0
+            self._lost_loads = 0
         elif work is Work.STORE and breaker.state is BreakerState.CLOSED:
             self._dropped_before = self._counts.cascades_dropped
         self.tell_usable()
 
+    def on_loads_lost(self, blocks: int) -> None:
+        """Note blocks whose load failed, or was given up."""
+        self._lost_loads += blocks
+
     def lost_blocks(self) -> dict[str, int]:
         """Return how many blocks were lost since the tier last loaded, or stored. Any thread."""
         return {
-            NOT_LOADED: self.lost_loads,
+            NOT_LOADED: self._lost_loads,
             NOT_STORED: self._counts.cascades_dropped - self._dropped_before,
         }
 

@@ -440,7 +440,7 @@ class TierLink(Actor):
         return self._health.lost_blocks()
 
     def _end_promotion(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
-        self._health.lost_loads += outcomes.count(Outcome.FAILED)
+        self._health.on_loads_lost(outcomes.count(Outcome.FAILED))
         self.primary.post(m.PromotionEnded(self._number, job.keys, job.slots, outcomes, job.epoch))
 
     def _abandon(self, transfers: Transfers, jobs: Sequence[Job]) -> None:
@@ -448,7 +448,7 @@ class TierLink(Actor):
         for job in jobs:
             transfers.leave(job)
             if job.is_load:
-                self._health.lost_loads += len(job.keys)
+                self._health.on_loads_lost(len(job.keys))
                 told = m.PromotionAbandoned(self._number, job.keys, job.slots, job.epoch)
                 self.primary.post(told)
 

@@ -170,7 +170,7 @@ async def test_blocks_of_a_slot_that_is_being_moved_are_found_on_either_side(
             assert await tier.load(gone, left, new) == [ABSENT] * 3
             assert await tier.probe(*MANY) == [True] * 30
         assert tier.states == [Connection.CONNECTING, Connection.UP]
-        assert tier.backend.counters() == {}
+        assert tier.backend._counters.counts() == {}
 
 
 async def test_a_slot_that_has_moved_is_followed_before_the_new_map_is_known(
@@ -187,7 +187,7 @@ async def test_a_slot_that_has_moved_is_followed_before_the_new_map_is_known(
             new = Address(HOST, move.target.port)
             await until_true(lambda: server_of(tier, one) == new)
             assert await tier.load(one, other) == [DONE] * 2
-        assert tier.backend.counters() == {}
+        assert tier.backend._counters.counts() == {}
 
 
 async def test_nodes_that_redirect_for_ever_cost_misses_of_that_slot_alone(
@@ -236,7 +236,7 @@ async def test_the_rights_that_the_docs_name_for_a_cluster_are_enough(
         with moving(cluster, key_slot(tier.name(one))) as move:
             move.carry(tier.name(one))
             assert await tier.load(one, other) == [DONE, ABSENT]
-        assert tier.backend.counters() == {}
+        assert tier.backend._counters.counts() == {}
 
 
 ASKED = Target(Address("a", 1))
