@@ -50,6 +50,7 @@ class Absences:
         self._keys_max = min(horizon, remembered)
         self._sample = EveryNth(horizon // self._keys_max)
         self._of: dict[Key, Absence] = {}  # the oldest first
+        self._has_refused = False  # whether any was not admitted
 
     def add(self, keys: Sequence[Key], source: int, reason: AbsenceReason, now: float) -> None:
         """Note that these blocks are gone from a source, or never got there."""
@@ -60,10 +61,19 @@ class Absences:
         for key in sampled:
             self._of.pop(key, None)
             self._of[key] = absence
+        self._has_refused |= reason == "not_admitted"
         excess = len(self._of) - self._keys_max
         if excess > 0:
             for key in list(islice(self._of, excess)):
                 del self._of[key]
+
+    def end_refusals(self, keys: Sequence[Key], source: int) -> None:
+        """Note that a source has blocks: it has admitted them after all."""
+        if self._has_refused:
+            for key in keys:
+                before = self._of.get(key)
+                if before and (before.source, before.reason) == (source, "not_admitted"):
+                    del self._of[key]
 
     def of(self, key: Key) -> Absence | None:
         """Return why a block is gone, if it is remembered."""
@@ -72,3 +82,4 @@ class Absences:
     def clear(self) -> None:
         """Forget all."""
         self._of.clear()
+        self._has_refused = False

@@ -128,6 +128,10 @@ class Account:
         """Note that a tier has lost blocks, failed to deliver them, or did not take them."""
         self._absences.add(keys, 1 + tier, reason, now)
 
+    def on_stored(self, keys: Sequence[Key], tier: int) -> None:
+        """Note that a tier has blocks."""
+        self._absences.end_refusals(keys, 1 + tier)
+
     def reset(self) -> None:
         """Forget all blocks: a new epoch begins."""
         self._unread.clear()

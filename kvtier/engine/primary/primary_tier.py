@@ -522,6 +522,7 @@ class PrimaryTier(Actor):
     def _presence_learned(self, message: m.PresenceLearned) -> None:
         if message.since == self._since:
             self._directory.learn(message.tier, message.added, message.removed)
+            self.account.on_stored(message.added, message.tier)
             if message.removed:
                 now = self.promotions.now
                 if message.for_room:

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, strategies
 
 from kvtier import ConfigError, TierConfig
+from kvtier.core import wire
 from kvtier.core.block_state import BlockState
 from kvtier.plugin_api.admission_policy import AdmissionContext
-from kvtier.plugin_api.backend import BackendTraits
+from kvtier.plugin_api.backend import BackendTraits, Outcome
 from kvtier.plugin_api.options import Options
 from kvtier.policies.admission.second_touch import SecondTouchAdmission
-from tests.unit.engine._story import Story, cascade, counts_of
+from tests.unit.engine._story import Story, cascade, counts_of, look_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +48,46 @@ def test_a_block_is_written_when_a_second_request_has_used_it(capacity: int | No
     assert serve(story, "second", KEYS[:2]) == KEYS[:2]
     assert serve(story, "third", KEYS[:3]) == [KEYS[2]]
     assert counts_of(story).cascades_refused == 3
+
+
+@pytest.mark.parametrize(
+    ("requests", "reported", "missed"),
+    [
+        (1, False, (1, "not_admitted")),
+        (2, True, (1, "gone")),
+        (2, False, (0, "evicted")),
+    ],
+)
+def test_a_block_that_was_admitted_in_the_end_is_not_missed_for_its_refusal(
+    requests: int, reported: bool, missed: tuple[int, str]
+) -> None:
+    """It was evicted from both; a tier reports that, or is asked for the block and has none."""
+    story = story_of_second_touch()
+    for request in range(requests):
+        serve(story, str(request), KEYS[:1])
+    serve(story, "other", [bytes([code]) + bytes(4) for code in range(8)])
+    if reported:
+        story.tell(wire.PresenceChanged((), tuple(KEYS[:1])))
+    story.tell(wire.TierFenced(), wire.TierRestarted())  # what it has is not known any more
+    assert look_up(story, KEYS[0]) is BlockState.PROBING
+    story.answer_all(Outcome.ABSENT)
+    assert story.facade.lookup_state(KEYS[0], "r") is BlockState.ABSENT
+    misses = story.primary.misses
+    assert {(n, why): count for n, of in enumerate(misses) for why, count in of.items()} == {
+        missed: 1
+    }
+
+
+def test_a_block_that_another_engine_wrote_is_missed_for_what_its_load_met() -> None:
+    story = story_of_second_touch()
+    serve(story, "first", KEYS[:1])
+    serve(story, "other", [bytes([code]) + bytes(4) for code in range(8)])
+    assert look_up(story, KEYS[0]) is BlockState.PROBING
+    story.answer_batch()
+    assert story.facade.lookup_state(KEYS[0], "r") is BlockState.FILLING
+    story.step(Outcome.FAILED)
+    assert story.facade.lookup_state(KEYS[0], "r") is BlockState.ABSENT
+    assert story.primary.misses == ({}, {"load_failed": 1})
 
 
 @pytest.mark.parametrize("policy", ["chunk_level", "request_level"])

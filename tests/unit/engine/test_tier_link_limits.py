@@ -161,18 +161,31 @@ def test_a_sick_tier_is_bypassed_tried_after_its_pause_and_back_with_a_success()
 
 def test_a_tier_that_takes_stores_again_says_what_it_did_not_get() -> None:
     """What waits for it in host memory is not lost; what loads lost is of another line."""
-    story, (key,) = story_of_a_tier(breaker_failures_max=1, breaker_pause_s=10.0, slots=4)
-    cascade(story, keys_of(4, b"a"))
-    story.facade.on_request_finished("w")
-    story.answer_all(Outcome.FAILED)
-    assert link_of(story).audit().breakers[Work.STORE] is BreakerState.OPEN
-    story.store(keys_of(2, b"b"), "s")
-    assert counts_of(story).cascades_dropped == 2, "as soon as they are lost"
-    story.let_pass(10.0)
-    story.answer_all()
-    assert look_up(story, key, "r") is not BlockState.READY
-    (end,) = (n for n in story.runtime.cell.notices if n.event == "tier is back")
-    assert (end.detail, end.numbers) == ("stores go on", {"seconds": 10, "blocks_not_stored": 2})
+    story = Story(breaker_failures_max=1, breaker_pause_s=10.0, slots=4)
+    for number in (1, 2):
+        cascade(story, keys_of(4, b"a%d" % number))
+        story.facade.on_request_finished("w")
+        story.answer_all(Outcome.FAILED)
+        assert link_of(story).audit().breakers[Work.STORE] is BreakerState.OPEN
+        story.store(keys_of(2, b"b%d" % number), "s")
+        assert counts_of(story).cascades_dropped == 2 * number, "as soon as they are lost"
+        story.let_pass(10.0)
+        story.answer_all()
+        end = story.runtime.cell.notices[-1]
+        assert (end.event, end.detail) == ("tier is back", "stores go on")
+        assert end.numbers == {"seconds": 10, "blocks_not_stored": 2}
+        story.let_pass(1.1)
+        story.answer_all()  # what has waited
+
+
+def test_what_loads_lost_is_counted_from_the_last_that_succeeded() -> None:
+    story, keys = story_of_a_tier(4, breaker_failures_max=1, breaker_pause_s=10.0)
+    for number, outcome in enumerate((Outcome.FAILED, Outcome.DONE) * 2):
+        promote(story, keys[number], f"r{number}")
+        story.answer_all(outcome)
+        story.let_pass(10.0)
+    ends = [n.numbers for n in story.runtime.cell.notices if n.event == "tier is back"]
+    assert ends == [{"seconds": 10, "blocks_not_loaded": 1}] * 2
 
 
 def test_what_is_tried_of_a_sick_tier_is_all_that_a_request_wants_of_it() -> None:
