@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies
 from kvtier.settings.runtime_config import RuntimeConfig
 from kvtier.tools.replay.engine_model import EngineModel
 from kvtier.tools.replay.gpu import HEAD_BYTES, Verify
+from kvtier.tools.replay.player import Player
 from kvtier.tools.replay.report import build_report, problems_in
 from kvtier.tools.replay.report_tables import tables
 from kvtier.tools.replay.session import replay
@@ -250,18 +251,27 @@ def test_each_way_of_verifying_compares_what_it_says(
     assert (report["gpu"]["checked_blocks"] == 0) is (verify is Verify.OFF)
 
 
-@pytest.mark.parametrize("steps", [0, 10])
-def test_a_replay_that_is_stopped_leaves_a_partial_report_and_no_folder(tmp_path, steps) -> None:
-    asked = iter(range(100))
+@pytest.mark.parametrize("first_tokens", [0, 1])
+def test_a_replay_that_is_stopped_leaves_a_partial_report_and_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_tokens: int
+) -> None:
+    counted: list[float] = []
+    count = Player._count
+
+    def note(self: Player, request: Any, at: float) -> None:
+        count(self, request, at)
+        counted.append(at)
+
+    monkeypatch.setattr(Player, "_count", note)
     replayed = replay(
         trace_of(CONVERSATIONS),
         settings_of(disk(tmp_path / "made/here")),
-        should_stop=lambda: next(asked) >= steps,
+        should_stop=lambda: len(counted) >= first_tokens,
     )
     report = report_of(replayed)
     assert report["partial"]
     assert report["requests"]["first_tokens"] < len(CONVERSATIONS)
-    assert (report["first_token_s"]["with_kvtier"]["p50"] is None) is (not steps)
+    assert (report["first_token_s"]["with_kvtier"]["p50"] is None) is (not first_tokens)
     assert problems_in(report) == []
     assert list(tmp_path.iterdir()) == []
 
