@@ -62,7 +62,9 @@ def tell_what_comes_later_before_what_waits(self: PresenceFeed, change: Any) -> 
 
 
 @in_place_of(PresenceFeed, "_learned")
-def believe_in_what_ends_without_a_server(real: Any, self: PresenceFeed, *changes: Any) -> None:
+def believe_in_what_ends_without_a_server(
+    real: Any, self: PresenceFeed, *changes: Any, **how: Any
+) -> None:
     """A store that ends after the server was lost says what is there once it is back."""
     with patch.object(ServerConnection, "is_up", new=True):
-        real(self, *changes)
+        real(self, *changes, **how)
