@@ -489,7 +489,7 @@ class SchedulerFacade:
             for link in self._links
         )
         return Observations(
-            allocation_sizes=self._primary.allocation_sizes.drain(),
+            allocation_sizes=self._primary.account.allocation_sizes.drain(),
             lookup_seconds=self._lookup_seconds.drain(),
             wait_seconds=self._primary.account.wait_seconds.drain(),
             absent_seconds=self._primary.account.absent_seconds.drain(),

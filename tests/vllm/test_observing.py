@@ -246,7 +246,7 @@ def test_whatever_part_of_observing_raises_vllm_never_sees_it(owner: type, name:
         with patch.object(owner, name, broken):
             for _ in range(3):
                 ours.facade.step_end()
-                ours.facade._primary.allocation_sizes.add(3)
+                ours.facade._primary.account.allocation_sizes.add(3)
                 ours.facade._primary.counts.evictions += 1
                 ours.facade._primary._events.add(EventKind.LAPSED)
                 asks = {"kvtier_report": True}

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from kvtier.core.statistics import SourceCounts
     from kvtier.plugin_api.keys import Key
 
-REMEMBERED_MIN: Final = 1024
+REMEMBERED_MIN: Final = 512
 REMEMBERED_MAX: Final = 8192
-BLOCKS_A_KEY: Final = 16
+BLOCKS_A_KEY: Final = 64
 """Of the blocks that a tier holds, one is remembered for so many, within these limits; and as many
 for each time that its size fits into a larger one."""
 

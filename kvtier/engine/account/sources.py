@@ -37,6 +37,7 @@ class Account:
         self.counts = [SourceCounts() for _ in range(1 + tier_count)]
         self.misses: list[dict[str, int]] = [{} for _ in self.counts]
         self.absent_seconds: Observed[tuple[int, float]] = Observed()  #: source, age of an eviction
+        self.allocation_sizes: Observed[int] = Observed()  #: blocks wanted by each store
         self.wait_seconds: Observed[float] = Observed()  #: of requests that waited for tiers
         self._absences = Absences(slot_count)
         self._evictions = {PRIMARY: Evictions(self.counts[PRIMARY], slot_count)}

@@ -94,6 +94,46 @@ SPIN_YIELD_S: Final = 0.0005
 class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stubs
     """One engine's manager. Scheduler thread only."""
 
+    # Slots: of so many attributes in a dict, each would take longer to find.
+    __slots__ = (
+        "_ahead",
+        "_ahead_of",
+        "_begin_generation",
+        "_chunk_tokens",
+        "_close_timeout_s",
+        "_context",
+        "_describes",
+        "_flush_steps",
+        "_flush_steps_left",
+        "_granted",
+        "_group_lookups",
+        "_groups",
+        "_idle_work",
+        "_info",
+        "_is_idle",
+        "_kv_events",
+        "_last_step",
+        "_loading",
+        "_lookup_state",
+        "_memory",
+        "_metrics",
+        "_must_not_be_offered_again",
+        "_parents",
+        "_region",
+        "_reports",
+        "_resumed",
+        "_several_groups",
+        "_sources",
+        "_sources_of",
+        "_steps",
+        "_tiers",
+        "_unlinked",
+        "_watch",
+        "_weights",
+        "facade",
+        "requests",
+    )
+
     _ahead_of: ReqContext | None  # whose keys were looked up ahead in this step
     _sources_of: ReqContext | None  # whose sources were asked for
 
