@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError
-from kvtier.plugin_api.machine import machine_memory_bytes
+from kvtier.plugin_api.machine import ROOT, machine_memory_bytes
 from kvtier.plugin_api.options import shown
 from kvtier.settings.extra_config import WHERE
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SHARED_MEMORY_FOLDER: Final = "/dev/shm"  # noqa: S108 - files are made O_EXCL, 0600
 
@@ -26,14 +29,17 @@ class HostMemory:
     total_bytes: int
     of: str = ""
 
-    def require(self) -> None:
-        """Raise ``ConfigError`` if it is more than there is, or more than is free to be shared."""
-        self.require_machine()
+    def require(self, root: Path = ROOT) -> None:
+        """Raise ``ConfigError`` if it is more than there is, or more than is free to be shared.
+
+        ``root``: the folder with ``proc`` and ``sys``.
+        """
+        self.require_machine(root)
         self.require_shared(SHARED_MEMORY_FOLDER)
 
-    def require_machine(self) -> None:
+    def require_machine(self, root: Path = ROOT) -> None:
         """Raise ``ConfigError`` if it is more than machine or control groups have in all."""
-        most = machine_memory_bytes()
+        most = machine_memory_bytes(root)
         if most is not None and self.total_bytes > most:
             together = f" ({self.total_bytes} bytes together)" if self.of else ""
             raise ConfigError(

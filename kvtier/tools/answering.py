@@ -54,8 +54,8 @@ while True:
 """A call of each kind, in the folder or what there is above it. Errors are answers too."""
 
 
-def answers(path: str) -> bool:
-    """Tell whether the storage at ``path`` answers in ``ANSWER_S_MAX``.
+def answers(path: str, wait_s: float | None = None) -> bool:
+    """Tell whether the storage at ``path`` answers in ``wait_s``, or in ``ANSWER_S_MAX``.
 
     If it doesn't, a process is left behind that ends when the storage is back.
     """
@@ -72,7 +72,7 @@ def answers(path: str) -> bool:
     with process.stdout as begins:
         begins.read(1)  # how long a busy machine takes to start a process says nothing of storage
     try:
-        process.wait(ANSWER_S_MAX)
+        process.wait(ANSWER_S_MAX if wait_s is None else wait_s)
     except subprocess.TimeoutExpired:
         process.kill()
         with suppress(subprocess.TimeoutExpired):
@@ -91,10 +91,10 @@ def check_answers(path: str) -> None:
         )
 
 
-def silent_option(options: Mapping[str, Any]) -> str | None:
-    """Return the first key of a tier that names a place whose storage doesn't answer."""
+def silent_option(options: Mapping[str, Any], wait_s: float | None = None) -> str | None:
+    """Return the first key of a tier that names a place whose storage doesn't answer in time."""
     for key, value in options.items():
         is_place = isinstance(value, str) and "/" in value and "://" not in value
-        if is_place and not answers(value):
+        if is_place and not answers(value, wait_s):
             return key
     return None

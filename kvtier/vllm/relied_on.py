@@ -25,12 +25,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.log import log
+from kvtier.settings.vllm_releases import TESTED, is_tested
 
 if TYPE_CHECKING:
     from types import ModuleType
-
-TESTED: Final = ("0.32", "0.33")
-"""Releases of which a real engine runs in kvtier's tests."""
 
 REMEDY: Final = f"use vLLM {' or '.join(TESTED)}"
 
@@ -84,7 +82,7 @@ def check_release() -> None:
 
 @cache
 def _check(installed: str) -> None:
-    if ".".join(installed.split(".")[:2]) in TESTED:
+    if is_tested(installed):
         return
     try:
         checked, found = moved()

@@ -23,7 +23,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Make this a host of 100 MiB, of which 50 MiB may be shared, where nothing has started."""
     host = SimpleNamespace(most=100 * MIB, shared=50 * MIB)
     monkeypatch.delenv(engines_here._LOOKED_BY, raising=False)
-    monkeypatch.setattr(host_memory, "machine_memory_bytes", lambda: host.most)
+    monkeypatch.setattr(host_memory, "machine_memory_bytes", lambda _root: host.most)
     monkeypatch.setattr(
         os, "statvfs", lambda _: SimpleNamespace(f_bavail=host.shared // 4096, f_frsize=4096)
     )

@@ -109,9 +109,16 @@ def sides_count(kind: str, options: TierBenchOptions) -> int:
 
 
 async def measure(
-    config: TierConfig, block_bytes: int, options: TierBenchOptions, advance: Callable[[], None]
+    config: TierConfig,
+    block_bytes: int,
+    options: TierBenchOptions,
+    advance: Callable[[], None],
+    *,
+    is_alone: bool = False,
 ) -> TierLegs:
     """Run all rounds. Calls ``advance`` after each turn of a side.
+
+    ``is_alone``: without the plain clients.
 
     Raises ``Misuse`` for what can't be measured, and ``StoreFault`` if the server fails.
     """
@@ -145,6 +152,7 @@ async def measure(
             ClientSide(client, way, at_once, memory, tiers[0])
             for way in client.ways
             for at_once in CALLS_AT_ONCE
+            if not is_alone
         ]
         measured = await _run(client, count, [*tiers, *clients], options, advance)
         requests = await count_requests(tiers[0], count)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.options import Options, shown
+from kvtier.tools.checking.findings import Finding
+from kvtier.tools.checking.rules import UNREACHABLE_ADDRESS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,14 +26,16 @@ P2P_HOST_ENV: Final = "VLLM_P2P_SIDE_CHANNEL_HOST"
 LOOPBACK: Final = "by which a host reaches itself only"
 
 
-def doubts_of_address(config: TierConfig) -> Iterator[str]:
-    """Yield what people should know of the address that a tier announces, with a remedy."""
+def doubts_of_address(config: TierConfig) -> Iterator[Finding]:
+    """Yield what people should know of the address that a tier announces."""
     for key, given, host in _announced(config):
-        why = _why_unreachable(host)
+        why = why_unreachable(host)
         if why is not None:
-            yield (
-                f"{key}{given} is the address that other engines are told, {why}. Set {key} to an "
-                "address of this host that they reach, unless all of them run on this host."
+            yield Finding(
+                UNREACHABLE_ADDRESS,
+                f"{key}{given} is the address that other engines are told, {why}.",
+                f"Set {key} to an address of this host that they reach, unless all of them run on "
+                "this host.",
             )
 
 
@@ -50,11 +54,11 @@ def _announced(config: TierConfig) -> Iterator[tuple[str, str, str]]:
         yield (
             "local_hostname",
             f"={shown(options['local_hostname'])}",
-            _host_of(str(options["local_hostname"])),
+            host_of(str(options["local_hostname"])),
         )
     elif config.type == "mooncake" and _gives_memory(config):
         master = str(options.get("master"))
-        nearest = _host_of(master.rpartition("://")[2].partition(";")[0])
+        nearest = host_of(master.rpartition("://")[2].partition(";")[0])
         yield "local_hostname", f" (not given, and as master={master!r} has it)", nearest
 
 
@@ -64,7 +68,7 @@ def _gives_memory(config: TierConfig) -> bool:
     return False
 
 
-def _host_of(address: str) -> str:
+def host_of(address: str) -> str:
     """Return the host of an address, which may have a port."""
     if address.startswith("["):
         return address[1:].partition("]")[0]
@@ -72,7 +76,7 @@ def _host_of(address: str) -> str:
     return host if host and ":" not in host and port.isdecimal() else address
 
 
-def _why_unreachable(host: str) -> str | None:
+def why_unreachable(host: str) -> str | None:
     """Return what keeps others from calling a host; None for what they may reach."""
     name = host.lower().rstrip(".")
     if name == "localhost" or name.endswith((".localhost", "localhost.localdomain")):

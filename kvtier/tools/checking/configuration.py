@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.errors import ConfigError
+from kvtier.plugin_api.machine import ROOT
 from kvtier.plugin_api.options import shown
 from kvtier.plugin_api.threads import BoundedCall
 from kvtier.settings.extra_config import WHERE, cpu_bytes_to_use, read_settings
@@ -26,14 +27,21 @@ from kvtier.settings.weight_sources import (
     why_out_of_sight,
 )
 from kvtier.tools.answering import silent_option
-from kvtier.tools.checking.engine_arguments import DEFAULTS, EngineArguments, block_bytes_of
+from kvtier.tools.checking.engine_arguments import (
+    DEFAULTS,
+    BlockSize,
+    EngineArguments,
+    block_size_of,
+)
 from kvtier.tools.checking.findings import Findings
+from kvtier.tools.checking.rules import NAMELESS_WEIGHTS
 from kvtier.tools.checking.tiers import LOOK_S_MAX, check_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvtier.settings.runtime_config import TierConfig
+    from kvtier.tools.checking.tiers import LookAtPlace
 
 CONNECTOR: Final = "OffloadingConnector"
 MULTI_CONNECTOR: Final = "MultiConnector"
@@ -48,18 +56,31 @@ SOUND_TIER: Final = {"type": "memory", "capacity_bytes": 1}
 GIB: Final = 1 << 30
 
 
+class Checked(NamedTuple):
+    """What was found in a configuration, and what could be read of it."""
+
+    findings: Findings
+    extra: Mapping[str, Any]  #: what kvtier reads; empty if there is no such part
+    tiers: list[TierConfig]
+    block: BlockSize
+
+
 def check(
     values: Mapping[str, Any],
     engine: EngineArguments = DEFAULTS,
     *,
     block_bytes: int = 0,
     connect: bool = False,
-) -> Findings:
+    wait_s: float | None = None,
+    root: Path = ROOT,
+    look_at_place: LookAtPlace | None = None,
+) -> Checked:
     """Look at a KV transfer configuration, or at its ``kv_connector_extra_config`` alone.
 
     ``block_bytes``: of one block of all workers; 0: what the model's config says. ``connect``: try
-    the storage of each tier, too. Takes a second at most, or ``LOOK_S_MAX`` for each tier whose
-    storage hangs.
+    the storage of each tier, too. ``wait_s``: for the storage of the model, and for that of all
+    tiers together, in place of ``LOOK_S_MAX``; without hanging storage it takes a second at most.
+    ``root``: the folder with ``proc`` and ``sys``. ``look_at_place``: see ``check_tiers``.
     """
     findings = Findings()
     offloading_gib = engine.kv_offloading_size
@@ -67,23 +88,26 @@ def check(
         values = _as_vllm_completes(values)
     extra = _extra_config(values, findings)
     if extra is None:
-        return findings
+        return Checked(findings, {}, [], BlockSize(0, 0))
     if offloading_gib is not None:
         extra = {**extra, "cpu_bytes_to_use": offloading_gib * GIB}
-    answers = silent_option({"model": engine.model}) is None
-    least = certain = block_bytes
+    answers = silent_option({"model": engine.model}, wait_s) is None
+    block = BlockSize(block_bytes, block_bytes)
     if not block_bytes:
-        least, certain = block_bytes_of(engine, extra, findings, answers=answers)
-    extra = _check_primary(extra, least, findings)
-    if _is_vllms_with_kvtier(extra):
-        tiers, nameless = _read_entries(extra["secondary_tiers"], certain, engine.dp_rank, findings)
+        block = block_size_of(engine, extra, findings, answers=answers)
+    sound = _check_primary(extra, block.least, engine.data_parallel_size, findings, root)
+    if _is_vllms_with_kvtier(sound):
+        tiers, nameless = _read_entries(
+            sound["secondary_tiers"], block.certain, engine.dp_rank, findings
+        )
     else:
-        _check_spec(extra, findings)
-        tiers = _read_whole(extra, engine.dp_rank, findings)
-        nameless = [] if extra.get("weights_version") else tiers
-    check_tiers(tiers, certain, findings, connect=connect)
-    _check_weights(nameless, engine, findings, answers=answers)
-    return findings
+        _check_spec(sound, findings)
+        tiers = _read_whole(sound, engine.dp_rank, findings)
+        nameless = [] if sound.get("weights_version") else tiers
+    look = {} if look_at_place is None else {"look_at_place": look_at_place}
+    check_tiers(tiers, block.certain, findings, connect=connect, wait_s=wait_s, **look)
+    _check_weights(nameless, engine, findings, answers=answers, wait_s=wait_s)
+    return Checked(findings, extra, tiers, block)
 
 
 def _read_whole(extra: Mapping[str, Any], dp_rank: int, findings: Findings) -> list[TierConfig]:
@@ -101,7 +125,12 @@ def _read_whole(extra: Mapping[str, Any], dp_rank: int, findings: Findings) -> l
 
 
 def _check_weights(
-    tiers: list[TierConfig], engine: EngineArguments, findings: Findings, *, answers: bool
+    tiers: list[TierConfig],
+    engine: EngineArguments,
+    findings: Findings,
+    *,
+    answers: bool,
+    wait_s: float | None,
 ) -> None:
     """Warn if what these tiers store could be found by nobody, for nothing names the weights."""
     try:
@@ -120,7 +149,7 @@ def _check_weights(
     if answers:
         call = partial(_why_nameless, model, engine.load_format)
         look = BoundedCall(call, "kvtier-model-check")
-    if look is None or not look.wait(LOOK_S_MAX):
+    if look is None or not look.wait(wait_s or LOOK_S_MAX):
         findings.not_checked.append(
             f"whether the model's weights can be told from others: the storage of {model} does not "
             "answer"
@@ -128,10 +157,11 @@ def _check_weights(
         return
     reason = look.result()
     if reason is not None:
-        findings.warned.append(
+        findings.add(
+            NAMELESS_WEIGHTS,
             f"nothing tells the weights of {model} from others ({reason}): neither a restart nor "
-            f"another engine would find what {lasting} stores. Name the weights by the key "
-            "weights_version, a name for each change of them."
+            f"another engine would find what {lasting} stores.",
+            "Name the weights by the key weights_version, a name for each change of them.",
         )
 
 
@@ -278,7 +308,7 @@ def _check_spec(extra: Mapping[str, Any], findings: Findings) -> None:
 
 
 def _check_primary(
-    extra: Mapping[str, Any], block_bytes: int, findings: Findings
+    extra: Mapping[str, Any], block_bytes: int, engines: int, findings: Findings, root: Path
 ) -> Mapping[str, Any]:
     """Look at the size of host memory. Returns the keys of which nothing is said yet."""
     try:
@@ -289,7 +319,8 @@ def _check_primary(
         return {key: value for key, value in extra.items() if key not in said}
     value = extra["cpu_bytes_to_use"]
     try:
-        HostMemory(value, size).require()
+        of = f" for each of {engines} data-parallel engines" if engines > 1 else ""
+        HostMemory(value, engines * size, of).require(root)
     except ConfigError as refusal:
         findings.refuse(refusal)
     else:

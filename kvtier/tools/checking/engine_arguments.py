@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 from cyclopts import Parameter
 
@@ -44,6 +44,9 @@ class EngineArguments:
     kv_offloading_size: Annotated[float | None, Parameter(metavar="GIB")] = None
     """in place of cpu_bytes_to_use"""
 
+    data_parallel_size: Annotated[int, Parameter(metavar="N")] = 1
+    """engines on this host; each has cpu_bytes_to_use for itself"""
+
     dp_rank: Annotated[int, Parameter(metavar="N")] = 0
     """number of the engine that {dp_rank} stands for"""
 
@@ -56,41 +59,46 @@ class EngineArguments:
 DEFAULTS: Final = EngineArguments()
 
 
-def block_bytes_of(
-    engine: EngineArguments, extra: Mapping[str, Any], findings: Findings, *, answers: bool
-) -> tuple[int, int]:
-    """Return the bytes of a block of all workers: at least, and if they are certain.
+class BlockSize(NamedTuple):
+    """The bytes of a block of all workers; 0 where that is not known."""
 
-    0 where that is not known. ``answers``: whether the model's storage does.
-    """
+    least: int
+    certain: int
+    is_latent: bool = False  #: whether each worker has all of it
+
+
+def block_size_of(
+    engine: EngineArguments, extra: Mapping[str, Any], findings: Findings, *, answers: bool
+) -> BlockSize:
+    """Return how large a block is. ``answers``: whether the model's storage does."""
     unknown = "whether blocks fit into cpu_bytes_to_use and each tier"
     if engine.model is None or not answers or not Path(engine.model).exists():
         findings.not_checked.append(
             f"{unknown}: give --block-bytes, or --model with a folder that has its config.json"
         )
-        return 0, 0
+        return BlockSize(0, 0)
     try:
         model = read_geometry(engine.model, dtype=engine.kv_cache_dtype)
         token_bytes = model.bytes_per_token_in_vllm(engine.tensor_parallel_size)
     except ConfigError as problem:
         findings.not_checked.append(f"{unknown} ({problem}): give --block-bytes")
-        return 0, 0
-    tokens = _offloaded_tokens(engine, extra)
+        return BlockSize(0, 0)
+    tokens = offloaded_tokens(engine, extra)
     if not model.is_uniform:
         findings.not_checked.append(
             f"whether blocks fit into each tier: the layers of {engine.model} differ, or its cache "
             "may be quantized. Give --block-bytes"
         )
-        return tokens * model.layer_token_bytes_min(), 0
+        return BlockSize(tokens * model.layer_token_bytes_min(), 0, model.is_latent)
     block_bytes = tokens * token_bytes
     findings.noted.append(
         f"a block has {block_bytes} bytes: {tokens} tokens of {token_bytes} bytes, by the config "
         f"of {engine.model}"
     )
-    return block_bytes, block_bytes
+    return BlockSize(block_bytes, block_bytes, model.is_latent)
 
 
-def _offloaded_tokens(engine: EngineArguments, extra: Mapping[str, Any]) -> int:
+def offloaded_tokens(engine: EngineArguments, extra: Mapping[str, Any]) -> int:
     """Return the tokens of an offloaded block; wrong keys are refused elsewhere."""
     tokens, blocks = extra.get("block_size"), extra.get("blocks_per_chunk")
     if type(tokens) is int and tokens > 0:

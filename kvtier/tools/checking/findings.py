@@ -2,35 +2,119 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError
+from kvtier.tools.checking.rules import REFUSED, TRIAL_FAILED, UNUSABLE_NOW, Severity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+
+    from kvtier.tools.checking.rules import Rule
+
+_SENTENCES: Final = re.compile(r"(?<=[.)]) (?=[A-Z])")
+_ADVICE: Final = re.compile(
+    r"[:;] ((?:did you mean|fix|give|install|lower|name|put|raise|stop|use) [^:;]+)$"
+)
+"""A remedy that is the end of a sentence."""
+
+CORRECT_IT: Final = "Correct it."
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding: what is so, and what to do."""
+
+    rule: Rule
+    what: str  #: a sentence, which names key and value, or tier and number
+    remedy: str  #: a sentence or more; empty if ``what`` says it, as a refusal may
+
+    @classmethod
+    def of_text(cls, rule: Rule, text: str) -> Finding:
+        """Return the finding that a refusal is, whose remedy is behind its first sentence."""
+        what, *remedy = _SENTENCES.split(text, maxsplit=1)
+        return cls(rule, what, "".join(remedy))
+
+    @property
+    def text(self) -> str:
+        """All of it, as an engine would say it."""
+        return f"{self.what} {self.remedy}".rstrip()
+
+    def figures(self) -> dict[str, str]:
+        """Return all of it as JSON has it."""
+        advice = _ADVICE.search(self.what)
+        within = CORRECT_IT if advice is None else advice[1][0].upper() + advice[1][1:]
+        return {
+            "rule": self.rule.name,
+            "severity": self.rule.severity.value,
+            "what": self.what,
+            "why": self.rule.why,
+            "remedy": self.remedy or within,
+            "docs": self.rule.docs,
+        }
 
 
 @dataclass
 class Findings:
-    """What was found. ``refused``: an engine would not start. Texts as an engine would say them."""
+    """What was found, what was not looked at, and what is worth a line though nothing is wrong."""
 
-    refused: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)  #: an engine starts, and a tier is of no use
-    warned: list[str] = field(default_factory=list)  #: an engine starts, and gets little of it
+    found: list[Finding] = field(default_factory=list)
     noted: list[str] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
     tiers: list[str] = field(default_factory=list)  #: one line a sound tier
 
     @property
-    def count(self) -> int:
-        """How many refusals and warnings there are."""
-        return len(self.refused) + len(self.failed) + len(self.warned)
+    def refused(self) -> list[str]:
+        """Why an engine would not start: texts as an engine would say them."""
+        return [each.text for each in self.found if each.rule is REFUSED]
+
+    @property
+    def failed(self) -> list[str]:
+        """Why a tier would be of no use, though an engine starts."""
+        return [each.text for each in self.found if each.rule is TRIAL_FAILED]
+
+    @property
+    def warned(self) -> list[str]:
+        """What keeps an engine from much of its use."""
+        return [each.text for each in self.found if each.rule.severity is Severity.WARNING]
+
+    def figures(self) -> dict[str, list[str]]:
+        """Return all of it as ``kvtier check --json`` has it."""
+        names = ("refused", "failed", "warned", "noted", "not_checked", "tiers")
+        return {name: getattr(self, name) for name in names}
+
+    def add(self, rule: Rule, what: str, remedy: str) -> None:
+        """Note a finding."""
+        self.found.append(Finding(rule, what, remedy))
+
+    def extend(self, found: Iterable[Finding], where: str) -> None:
+        """Note findings of one tier."""
+        self.found += [Finding(each.rule, f"{where}: {each.what}", each.remedy) for each in found]
+
+    def merge(self, other: Findings) -> None:
+        """Note what another has found, each refusal once."""
+        new = [each for each in other.found if each.rule is not REFUSED or each not in self.found]
+        self.found += new
+        self.noted += other.noted
+        self.not_checked += other.not_checked
+        self.tiers += other.tiers
 
     def refuse(self, text: object) -> None:
         """Note a refusal, once."""
-        if str(text) not in self.refused:
-            self.refused.append(str(text))
+        finding = Finding.of_text(REFUSED, str(text))
+        if finding not in self.found:
+            self.found.append(finding)
+
+    def fail(self, text: object) -> None:
+        """Note that the trial of a tier failed."""
+        self.found.append(Finding.of_text(TRIAL_FAILED, str(text)))
+
+    def trouble(self, text: str, then: str) -> None:
+        """Note that a tier can't be used now, and what an engine does."""
+        finding = Finding.of_text(UNUSABLE_NOW, text)
+        self.add(UNUSABLE_NOW, finding.what, f"{finding.remedy} {then}".lstrip())
 
     def attempt(self, call: Callable[[], object]) -> None:
         """Note what a call refuses, if it does."""

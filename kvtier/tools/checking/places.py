@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.options import Options, shown
+from kvtier.tools.checking.findings import Finding
+from kvtier.tools.checking.rules import CAPACITY_ABOVE_FILESYSTEM, NOT_MOUNTED, RELATIVE_PATH
 from kvtier_backends.posix import filesystem_of, nearest
 
 if TYPE_CHECKING:
@@ -20,8 +22,8 @@ CAPACITY: Final = "capacity_bytes"
 ROOT: Final = "/"
 
 
-def doubts_of_place(options: Mapping[str, object], place: str) -> Iterator[str]:
-    """Yield what people should know of a folder, with key, value and remedy. May hang."""
+def doubts_of_place(options: Mapping[str, object], place: str) -> Iterator[Finding]:
+    """Yield what people should know of a folder. May hang."""
     key = next((key for key in options if _is_path(options, key, place)), None)
     above = nearest(place)[0]
     usage = os.statvfs(above)
@@ -29,21 +31,27 @@ def doubts_of_place(options: Mapping[str, object], place: str) -> Iterator[str]:
     if key is not None:
         given = f"{key}={shown(options[key])}"
         if not str(options[key]).startswith(("/", "~", "$")):
-            yield (
+            yield Finding(
+                RELATIVE_PATH,
                 f"{given} is relative, and begins in the folder in which the engine is started: "
-                f"here that is {place}. Write the full path."
+                f"here that is {place}.",
+                "Write the full path.",
             )
         bare = _bare_folder(place, above)
         if bare is not None:
-            yield (
+            yield Finding(
+                NOT_MOUNTED,
                 f"{given}: {bare} on this host, so an engine would write to the root filesystem "
-                f"({free} of {size} bytes free). If a disk belongs there, mount it first."
+                f"({free} of {size} bytes free).",
+                "If a disk belongs there, mount it first.",
             )
-    capacity = _capacity(options)
+    capacity = capacity_of(options)
     if capacity > size:
-        yield (
+        yield Finding(
+            CAPACITY_ABOVE_FILESYSTEM,
             f"{CAPACITY}={shown(options[CAPACITY])} is more than the filesystem has at {above} on "
-            f"this host, {size} bytes: an engine would start, and use what room it finds. Lower it."
+            f"this host, {size} bytes: an engine would start, and use what room it finds.",
+            "Lower it.",
         )
 
 
@@ -68,7 +76,8 @@ def _is_path(options: Mapping[str, object], key: str, place: str) -> bool:
         return False
 
 
-def _capacity(options: Mapping[str, object]) -> int:
+def capacity_of(options: Mapping[str, object]) -> int:
+    """Return the bytes that a tier may hold; 0 if it says none, or nothing sound."""
     try:
         return Options(options, "").size(CAPACITY, 0)
     except ConfigError:

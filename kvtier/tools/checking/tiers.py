@@ -1,13 +1,15 @@
 """Looks at each tier by itself, and tries its storage where that is asked for.
 
 Looking at a folder may hang as its storage does, so each tier is looked at in a thread that is not
-waited for longer than ``LOOK_S_MAX``. Before that, another process looks whether it answers.
+waited for longer than ``LOOK_S_MAX``. Before that, another process looks whether it answers. All
+tiers are looked at at once: one that hangs holds up none of the others.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.admission_policy import AdmissionContext
@@ -23,75 +25,106 @@ from kvtier.settings.plugins import (
 from kvtier.settings.runtime_config import ADMIT_ALL
 from kvtier.tools.answering import ANSWER_S_MAX, silent_option
 from kvtier.tools.checking.announced import doubts_of_address
+from kvtier.tools.checking.findings import Findings
 from kvtier.tools.checking.places import doubts_of_place
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from kvtier.plugin_api.backend import Backend
     from kvtier.settings.runtime_config import TierConfig
-    from kvtier.tools.checking.findings import Findings
+    from kvtier.tools.checking.findings import Finding
+
+    LookAtPlace: TypeAlias = Callable[[TierConfig, str], Iterable[Finding]]
 
 LOOK_S_MAX: Final = 15.0
 
 
+def _doubts_of_place(config: TierConfig, place: str) -> Iterator[Finding]:
+    return doubts_of_place(config.options, place)
+
+
 def check_tiers(
-    configs: Sequence[TierConfig], block_bytes: int, findings: Findings, *, connect: bool
+    configs: Sequence[TierConfig],
+    block_bytes: int,
+    findings: Findings,
+    *,
+    connect: bool,
+    wait_s: float | None = None,
+    look_at_place: LookAtPlace = _doubts_of_place,
 ) -> None:
-    """Look at the tiers that could be read. None has another's place."""
+    """Look at the tiers that could be read. None has another's place.
+
+    ``wait_s``: for storage that does not answer, in place of ``LOOK_S_MAX``. ``look_at_place``:
+    yields what is odd about a tier's folder, and may hang.
+    """
+    if not configs:
+        return
     owner_of: dict[str, str] = {}
-    for config in configs:
-        place = _check_tier(config, block_bytes, findings, connect=connect)
-        if place is not None and owner_of.setdefault(place, config.name) != config.name:
-            findings.refuse(
-                f"secondary tiers {owner_of[place]} and {config.name} both use {place!r}. Give "
-                "each tier a place of its own."
-            )
+    look = partial(
+        _check_tier,
+        block_bytes=block_bytes,
+        connect=connect,
+        wait_s=wait_s,
+        look_at_place=look_at_place,
+    )
+    with ThreadPoolExecutor(max_workers=len(configs)) as threads:
+        for config, (found, place) in zip(configs, threads.map(look, configs), strict=True):
+            findings.merge(found)
+            if place is not None and owner_of.setdefault(place, config.name) != config.name:
+                findings.refuse(
+                    f"secondary tiers {owner_of[place]} and {config.name} both use {place!r}. Give "
+                    "each tier a place of its own."
+                )
 
 
 def _check_tier(
-    config: TierConfig, block_bytes: int, findings: Findings, *, connect: bool
-) -> str | None:
-    """Look at one tier; return the place that it would use, if it has one."""
-    before = findings.count
+    config: TierConfig,
+    block_bytes: int,
+    *,
+    connect: bool,
+    wait_s: float | None,
+    look_at_place: LookAtPlace,
+) -> tuple[Findings, str | None]:
+    """Look at one tier; return what was found, and the place that it would use, if it has one."""
+    findings = Findings()
     _check_policies(config, block_bytes, findings)
     where = f"secondary tier {config.name}"
-    findings.warned += [f"{where}: {text}" for text in doubts_of_address(config)]
+    findings.extend(doubts_of_address(config), where)
     try:
         backend = backend_class(config.type)  # its import is not what may hang
     except ConfigError as refused:
         findings.refuse(refused)
-        return None
-    silent = silent_option(config.options)
+        return findings, None
+    silent = silent_option(config.options, wait_s)
     if silent is not None:
         _note_trouble(
             config,
             f"{where}: {silent}={shown(config.options[silent])} has not "
-            f"answered for {ANSWER_S_MAX:g} s: its storage hangs, or is very slow. Mend the "
-            "storage, or name another.",
+            f"answered for {wait_s or ANSWER_S_MAX:g} s: its storage hangs, or is very slow. Mend "
+            "the storage, or name another.",
             findings,
         )
-        return None
-    context = BackendContext(
-        block_bytes, Namespace(facts={}), config.name, read_only=config.read_only
-    )
+        return findings, None
+    namespace = Namespace(facts={})
+    context = BackendContext(block_bytes, namespace, config.name, read_only=config.read_only)
     place: list[str | None] = []
-    doubts: list[str] = []
+    doubts: list[Finding] = []
 
     def look() -> None:
         place.extend(_look(backend, config, context, findings))
         if place and place[0] and place[0].startswith("/"):
-            doubts.extend(doubts_of_place(config.options, place[0]))
+            doubts.extend(look_at_place(config, place[0]))
 
     running = BoundedCall(look, f"kvtier-{config.name}-check")
-    if not running.wait(LOOK_S_MAX):
+    if not running.wait(wait_s or LOOK_S_MAX):
         _note_trouble(
             config,
-            f"{where}: its storage does not answer within {LOOK_S_MAX:g} s "
+            f"{where}: its storage does not answer within {wait_s or LOOK_S_MAX:g} s "
             f"({shown(dict(config.options))}). See to it, or name another.",
             findings,
         )
-        return place[0] if place else None
+        return findings, None
     try:
         running.result()
     except Exception as error:  # noqa: BLE001 - a backend may raise anything
@@ -99,12 +132,12 @@ def _check_tier(
             f"{where}: it can't be checked ({type(error).__name__}: "
             f"{error}), and an engine may refuse it. Tell who wrote this type of tier."
         )
-    if findings.count == before:
+    if not findings.found:
         findings.tiers.append(f"{config.name} at {place[0]}" if place and place[0] else config.name)
         if connect:
             _connect(backend, config, context, findings)
-    findings.warned += [f"{where}: {text}" for text in doubts]
-    return place[0] if place else None
+    findings.extend(doubts, where)
+    return findings, place[0] if place else None
 
 
 def _look(
@@ -133,14 +166,14 @@ def _connect(
     running = BoundedCall(call, f"kvtier-{config.name}-connect")
     where = f"secondary tier {config.name}"
     if not running.wait(LOOK_S_MAX):
-        findings.failed.append(f"{where}: no answer within {LOOK_S_MAX:g} s. See to its storage.")
+        findings.fail(f"{where}: no answer within {LOOK_S_MAX:g} s. See to its storage.")
         return
     try:
         done = running.result()
     except ConfigError as failed:
-        findings.failed.append(str(failed))
+        findings.fail(failed)
     except Exception as error:  # noqa: BLE001 - a backend may raise anything
-        findings.failed.append(f"{where}: {type(error).__name__}: {error}")
+        findings.fail(f"{where}: {type(error).__name__}: {error}")
     else:
         if done is None:
             findings.not_checked.append(f"whether {config.name} works: its type has no trial of it")
@@ -158,8 +191,8 @@ def _check_policies(config: TierConfig, block_bytes: int, findings: Findings) ->
 def _note_trouble(config: TierConfig, text: str, findings: Findings) -> None:
     """Note that a tier's storage can't be used now, which not every engine refuses."""
     if config.on_unusable == "skip":
-        findings.warned.append(
-            f"{text} An engine starts without this tier, and takes it as soon as that is over."
+        findings.trouble(
+            text, "An engine starts without this tier, and takes it as soon as that is over."
         )
     else:
         findings.refuse(text)

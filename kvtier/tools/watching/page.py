@@ -65,6 +65,11 @@ class Page:
             if labels.items() <= found.items():
                 yield found, value
 
+    def counters(self, suffix: str) -> list[str]:
+        """Return the names of the counters that end so."""
+        ends = f"{suffix}_total"
+        return [name.removesuffix("_total") for name in self._samples if name.endswith(ends)]
+
     def total(self, counter: str, **labels: str) -> float:
         """Return the sum of a counter's series that have these labels."""
         return sum(value for _, value in self.series(f"{counter}_total", **labels))

@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 
     from kvtier.tools.watching.page import Histogram, Page
 
-_SOURCE: Final = {each.attribute: each.metric for each in counter_series(SourceCounts, "")}
-_TIER: Final = {each.attribute: each.metric for each in counter_series(TierCounts, "tier_")}
-_PRIMARY: Final = {
+OF_SOURCE: Final = {each.attribute: each.metric for each in counter_series(SourceCounts, "")}
+OF_TIER: Final = {each.attribute: each.metric for each in counter_series(TierCounts, "tier_")}
+OF_PRIMARY: Final = {
     each.attribute: each.metric for each in counter_series(PrimaryCounts, "primary_")
 }
-_VLLMS_HITS: Final = "vllm:kv_offload_tiering_chunk_hits"
+"""Names of metrics, by the attributes of the counters."""
+
+VLLMS_QUERIES: Final = "vllm:kv_offload_tiering_chunk_queries"
+VLLMS_HITS: Final = "vllm:kv_offload_tiering_chunk_hits"
 
 FAULTS: Final = (
     "crashes",
@@ -135,7 +138,9 @@ def read_engines(url: str, page: Page) -> list[EngineReading]:
 def _read_engine(url: str, page: Page, labels: dict[str, str], at_s: float) -> EngineReading:
     of_engine = {"engine": labels.get("engine", "0")}
     names = ["0:primary", *filter(None, labels["tiers"].split(","))]
-    began = (value for _, value in page.series(_SOURCE["loaded_tokens"] + "_created", **of_engine))
+    began = (
+        value for _, value in page.series(OF_SOURCE["loaded_tokens"] + "_created", **of_engine)
+    )
     return EngineReading(
         url=url,
         engine=of_engine["engine"],
@@ -144,24 +149,24 @@ def _read_engine(url: str, page: Page, labels: dict[str, str], at_s: float) -> E
         vllm=labels["vllm"],
         at_s=at_s,
         began_s=min(began, default=None),
-        prefill_saved_s=page.total(_PRIMARY["prefill_saved_seconds"], **of_engine),
+        prefill_saved_s=page.total(OF_PRIMARY["prefill_saved_seconds"], **of_engine),
         tiers=tuple(_read_tier(page, name, {**of_engine, "tier": name}) for name in names),
     )
 
 
 def _read_tier(page: Page, name: str, labels: dict[str, str]) -> TierReading:
-    grown = ((each, page.total(_TIER[each], **labels)) for each in FAULTS)
+    grown = ((each, page.total(OF_TIER[each], **labels)) for each in FAULTS)
     return TierReading(
         name=name,
         state=", ".join(_states(page, labels)) or IN_USE,
         used_bytes=page.gauge(metrics.USED.name, **labels),
         capacity_bytes=page.gauge(metrics.CAPACITY.name, **labels),
-        hits=page.total(_VLLMS_HITS, **labels),
-        loaded_tokens=page.total(_SOURCE["loaded_tokens"], **labels),
+        hits=page.total(VLLMS_HITS, **labels),
+        loaded_tokens=page.total(OF_SOURCE["loaded_tokens"], **labels),
         read_bytes=page.histogram(metrics.LOAD_BYTES.name, **labels).total,
         written_bytes=page.histogram(metrics.STORE_BYTES.name, **labels).total,
         load_seconds=page.histogram(metrics.LOAD_SECONDS.name, **labels),
-        hits_if_twice=page.total(_SOURCE["hits_if_twice"], **labels, times="2"),
+        hits_if_twice=page.total(OF_SOURCE["hits_if_twice"], **labels, times="2"),
         faults={each: count for each, count in grown if count},
     )
 

@@ -131,7 +131,7 @@ def names(refusal: str, key: str, value: object) -> bool:
 
 
 def check_one(config: dict[str, Any], key: str, value: object, tmp_path: Path) -> None:
-    looked = check({**SPEC, **config}, block_bytes=BLOCK_BYTES)
+    looked = check({**SPEC, **config}, block_bytes=BLOCK_BYTES).findings
     refusal = ""
     try:
         open_and_close(config, tmp_path)

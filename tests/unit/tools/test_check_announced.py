@@ -34,12 +34,12 @@ NOT_REACHED = [
 
 def p2p(**options: Any) -> list[str]:
     tier = {"type": "p2p", "port": 5710, **options}
-    return [*doubts_of_address(TierConfig("vllm", "1:vllm", {"tier": tier}))]
+    return [each.text for each in doubts_of_address(TierConfig("vllm", "1:vllm", {"tier": tier}))]
 
 
 def mooncake(**options: Any) -> list[str]:
     given = {"master": "10.0.0.1:50051", **options}
-    return [*doubts_of_address(TierConfig("mooncake", "1:mooncake", given))]
+    return [each.text for each in doubts_of_address(TierConfig("mooncake", "1:mooncake", given))]
 
 
 @pytest.mark.parametrize(("host", "why"), NOT_REACHED)

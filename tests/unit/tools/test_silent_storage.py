@@ -43,6 +43,9 @@ def wait(process, timeout=None, wait=subprocess.Popen.wait):
 
 subprocess.Popen.wait = wait
 answering.ANSWER_S_MAX, answering._KILL_S = {ANSWER_S}, {ANSWER_S / 2}
+if sys.argv[1] == "doctor":
+    from kvtier.tools.doctor import examination
+    examination.WAIT_S = {ANSWER_S}
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -130,6 +133,26 @@ def test_a_check_of_a_configuration_ends_and_names_the_tier_and_the_folder(
         assert part in text
     assert len(found["tiers"]) == 1, "the others are looked at all the same"
     assert folder.waiting
+
+
+def test_the_doctor_ends_and_names_the_tier_and_the_folder(
+    folder: FuseFolder, tmp_path: Path
+) -> None:
+    path = str(folder.path / "kv")
+    config = {
+        "spec_name": "KVTierOffloadingSpec",
+        "spec_module_path": "kvtier.vllm",
+        "cpu_bytes_to_use": "1MiB",
+        "secondary_tiers": [{"type": "disk", "path": path, "capacity_bytes": "16MiB"}],
+    }
+    (tmp_path / "kv.json").write_text(json.dumps(config))
+    folder.hang("*")
+    ended = run_over(folder, "doctor", str(tmp_path / "kv.json"), "--json", "-")
+    (found,) = json.loads(ended.stdout)["findings"]
+    assert (ended.returncode, found["severity"]) == (1, "error")
+    for part in ("1:disk", f"path={path!r}", f"has not answered for {ANSWER_S:g} s"):
+        assert part in found["what"]
+    assert folder.waiting, "it ended before the call did"
 
 
 def test_a_check_of_a_model_whose_storage_hangs_ends_and_says_so(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier_backends.disk import DiskBackend
 from tests.support.folder_files import files_of
 from tests.unit.backends._media import key_of as key_of
-from tests.unit.backends._media import mount, tmpfs, unmount
+from tests.unit.backends._media import mount, start_python, tmpfs, unmount
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -173,3 +174,26 @@ def folder_bytes(path: Path) -> int:
     """Return what the folder holds, by length and by blocks, whichever is more."""
     files = list(files_of(path))
     return max(sum(f.st_size for f in files), sum(512 * f.st_blocks for f in files))
+
+
+HOLDER = """
+import os, sys
+from kvtier.errors import ConfigError
+from kvtier_backends.disk.folder.claim import Claim
+held = Claim(sys.argv[1], ConfigError, user_pid=int(sys.argv[2]) or os.getpid())
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def holding(path: Path, user_pid: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """Have another process claim the folder, for that user or for itself; yield it."""
+    arguments = "-c", HOLDER, path, str(user_pid)
+    with start_python(*arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "claimed\n"
+        try:
+            yield holder
+        finally:
+            holder.kill()

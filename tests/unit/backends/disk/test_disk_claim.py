@@ -6,7 +6,6 @@ import fcntl
 import os
 import signal
 import subprocess
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -17,9 +16,10 @@ from kvtier.errors import ConfigError
 from kvtier_backends.disk.folder import claim as folder
 from kvtier_backends.disk.folder.claim import LOCK_NAME, LOCK_WAIT_S_MAX, Claim  # before patches
 from tests.unit.backends._media import start_python
+from tests.unit.backends.disk._disk import HOLDER, holding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 class Naps:
@@ -77,28 +77,6 @@ def test_a_look_at_the_lock_keeps_no_engine_from_starting(tmp_path: Path, naps: 
 
 
 SAME_PROGRAM = "which this same program has made (in a notebook: del llm)"
-
-HOLDER = """
-import os, sys
-from kvtier.errors import ConfigError
-from kvtier_backends.disk.folder.claim import Claim
-held = Claim(sys.argv[1], ConfigError, user_pid=int(sys.argv[2]) or os.getpid())
-print("claimed", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def holding(path: Path, user_pid: int = 0) -> Iterator[subprocess.Popen[str]]:
-    """Have another process claim the folder, for that user or for itself; yield it."""
-    arguments = "-c", HOLDER, path, str(user_pid)
-    with start_python(*arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "claimed\n"
-        try:
-            yield holder
-        finally:
-            holder.kill()
 
 
 @pytest.mark.usefixtures("naps")

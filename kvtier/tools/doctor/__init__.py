@@ -1,0 +1,1 @@
+"""Examines a configuration, the machine that it is for, and running engines."""
