@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.core import metrics
-from kvtier.plugin_api.threads import BoundedCall
 from kvtier.settings.vllm_releases import TESTED, is_tested
 from kvtier.tools.checking.rules import (
     ENGINES_APART,
@@ -24,17 +21,15 @@ from kvtier.tools.checking.rules import (
     UNAUTHENTICATED,
     VLLM_UNTESTED,
 )
-from kvtier.tools.watching.page import NoPage, fetch
 from kvtier.tools.watching.readings import (
+    FAULTS,
     IN_USE,
     OF_PRIMARY,
     OF_SOURCE,
     OF_TIER,
     VLLMS_QUERIES,
-    read_engines,
 )
-from kvtier.tools.watching.scrape import NO_KVTIER
-from kvtier.tools.watching.shown import MORE, REMEDIES
+from kvtier.tools.watching.scrape import read_pages
 from kvtier_backends.disk.metrics import METRICS as OF_DISK
 
 if TYPE_CHECKING:
@@ -91,30 +86,14 @@ class RunningEngine(NamedTuple):
 
 def read_running(urls: Sequence[str], wait_s: float, findings: Findings) -> list[RunningEngine]:
     """Read the pages, all at once. Notes those that show no engine with kvtier in time."""
-    ends = time.monotonic() + wait_s
-    calls = [BoundedCall(partial(_read, url), "kvtier-doctor-page") for url in urls]
     engines: list[RunningEngine] = []
-    for url, call in zip(urls, calls, strict=True):
-        why = f"it does not answer within {wait_s:g} s"
-        if call.wait(max(0.0, ends - time.monotonic())):
-            try:
-                read = call.result()
-            except NoPage as reason:
-                why = f"no answer ({reason})"
-            else:
-                engines += read
-                if read:
-                    continue
-                why = NO_KVTIER
-        findings.add(
-            NO_ENGINE, f"{url}: {why}.", "Name the address of an engine's server, and start it."
-        )
+    for url, read in read_pages(urls, wait_s):
+        if isinstance(read, str):
+            start_it = "Name the address of an engine's server, and start it."
+            findings.add(NO_ENGINE, f"{url}: {read}.", start_it)
+        else:
+            engines += [RunningEngine(reading, page) for reading, page in read]
     return engines
-
-
-def _read(url: str) -> list[RunningEngine]:
-    page = fetch(url)
-    return [RunningEngine(reading, page) for reading in read_engines(url, page)]
 
 
 def look_at_engine(engine: RunningEngine, findings: Findings) -> None:
@@ -155,7 +134,7 @@ def _state(tier: TierReading, where: str, findings: Findings) -> None:
         findings.add(
             TIER_NOT_IN_USE, f"{where}: {tier.state}.", "Look at the engine's log for this tier."
         )
-    for fault, remedy in REMEDIES.items():
+    for fault, remedy in FAULTS.items():
         if fault in tier.faults:
             about, _, what = remedy.partition(": ")
             findings.add(
@@ -203,7 +182,7 @@ def _reads(
             "request read them.",
             "Raise cpu_bytes_to_use.",
         )
-    if tier.hits_if_twice > MORE * max(1.0, tier.hits):
+    if tier.is_too_small:
         key = "cpu_bytes_to_use" if is_primary else "capacity_bytes"
         findings.add(
             TOO_SMALL,

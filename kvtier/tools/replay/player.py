@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from kvtier.core.events import PRIMARY, EventKind
 from kvtier.core.messages import RequestOrder
+from kvtier.core.metrics import PRIMARY_TIER
 from kvtier.tools.replay.content import key_of
 from kvtier.tools.replay.measurements import Misread, ReplayMeasured
 
@@ -137,7 +138,7 @@ class Player:
         self._clock = clock
         last_s = model.arrival_s(trace.requests[-1]) if trace.requests else 0.0
         interval_s = max(last_s, 1.0) / INTERVALS
-        self.measured = ReplayMeasured(("0:primary", *tier_names), interval_s, facade.statistics())
+        self.measured = ReplayMeasured((PRIMARY_TIER, *tier_names), interval_s, facade.statistics())
         self._to_come = deque(trace.requests)
         self._tier_names = tier_names
         self._events = deque(trace.recorded.events if trace.recorded else ())

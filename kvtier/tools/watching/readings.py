@@ -9,13 +9,13 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from kvtier.core import metrics
-from kvtier.core.metrics import counter_series
+from kvtier.core.metrics import PRIMARY_TIER, counter_series
 from kvtier.core.statistics import PrimaryCounts, SourceCounts, TierCounts
 from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.backend import Connection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from kvtier.tools.watching.page import Histogram, Page
 
@@ -29,16 +29,20 @@ OF_PRIMARY: Final = {
 VLLMS_QUERIES: Final = "vllm:kv_offload_tiering_chunk_queries"
 VLLMS_HITS: Final = "vllm:kv_offload_tiering_chunk_hits"
 
-FAULTS: Final = (
-    "crashes",
-    "breaker_opened",
-    "connections_lost",
-    "jobs_timed_out",
-    "damaged",
-    "failed",
-    "stores_rejected",
-)
-"""Counters of a tier that stand for trouble, by the names of ``TierCounts``."""
+FAULTS: Final[Mapping[str, str]] = {
+    "crashes": "its code raised or its process ended: look at the log",
+    "damaged": "blocks failed their check: look at the storage",
+    "stores_rejected": "it had no room for blocks: free some, or lower capacity_bytes",
+    "failed": "loads or stores failed at the storage: look at the log",
+    "jobs_timed_out": "its storage hung: look at the log",
+    "breaker_opened": "it was bypassed for a time: look at the log",
+    "connections_lost": "its server was away: look at the log",
+}
+"""Counters of a tier that stand for trouble, the worst first, with the remedy: by the names of
+``TierCounts``."""
+
+MORE: Final = 1 / 5
+"""Blocks that a larger tier would have hit, as a share of those loaded, that are worth a word."""
 
 IN_USE: Final = "in use"
 
@@ -65,6 +69,11 @@ class TierReading(msgspec.Struct, frozen=True):
         fields = asdict(self)
         loads = fields.pop("load_seconds")
         return fields | {f"load_p{n}_s": loads.quantile(n / 100) for n in (50, 99)}
+
+    @property
+    def is_too_small(self) -> bool:
+        """Whether a larger tier is worth a word."""
+        return self.hits_if_twice > MORE * max(1.0, self.hits)
 
     def since(self, before: TierReading) -> TierReading:
         """Return the tier as it is, with what its counters have grown by since then."""
@@ -137,7 +146,7 @@ def read_engines(url: str, page: Page) -> list[EngineReading]:
 
 def _read_engine(url: str, page: Page, labels: dict[str, str], at_s: float) -> EngineReading:
     of_engine = {"engine": labels.get("engine", "0")}
-    names = ["0:primary", *filter(None, labels["tiers"].split(","))]
+    names = [PRIMARY_TIER, *filter(None, labels["tiers"].split(","))]
     began = (
         value for _, value in page.series(OF_SOURCE["loaded_tokens"] + "_created", **of_engine)
     )

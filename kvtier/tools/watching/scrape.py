@@ -1,19 +1,24 @@
-"""Scrapes several servers at once: one that hangs holds up none of the others."""
+"""Scrapes several servers at once: one that hangs, or drips, holds up no other."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import time
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier.tools.watching.page import NoPage, fetch
+from kvtier.plugin_api.threads import BoundedCall
+from kvtier.tools.watching.page import ANSWER_S_MAX, NoPage, Page, fetch
 from kvtier.tools.watching.readings import read_engines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvtier.tools.watching.readings import EngineReading
 
 NO_KVTIER: Final = "it shows no metrics of kvtier: look at spec_name in its --kv-transfer-config"
+
+WAIT_S: Final = ANSWER_S_MAX + 1.0
+"""A server that is silent for ``ANSWER_S_MAX`` is told from one that sends for longer."""
 
 
 class Scraped(NamedTuple):
@@ -26,21 +31,33 @@ class Scraped(NamedTuple):
 def scrape(urls: Sequence[str]) -> Scraped:
     """Read the pages of some servers."""
     found = Scraped([], {})
-    with ThreadPoolExecutor(max_workers=len(urls)) as threads:
-        for url, engines in zip(urls, threads.map(_scrape_one, urls), strict=True):
-            if isinstance(engines, str):
-                found.silent[url] = engines
-            else:
-                found.engines.extend(engines)
+    for url, read in read_pages(urls, WAIT_S):
+        if isinstance(read, str):
+            found.silent[url] = read
+        else:
+            found.engines.extend(engine for engine, _ in read)
     return found
 
 
-def _scrape_one(url: str) -> list[EngineReading] | str:
+def read_pages(
+    urls: Sequence[str], wait_s: float
+) -> Iterator[tuple[str, list[tuple[EngineReading, Page]] | str]]:
+    """Yield each address with its engines, and the page that they are on, or why it has none."""
+    ends = time.monotonic() + wait_s
+    calls = [BoundedCall(partial(_read_page, url), "kvtier-page") for url in urls]
+    for url, call in zip(urls, calls, strict=True):
+        if call.wait(max(0.0, ends - time.monotonic())):
+            yield url, call.result()
+        else:
+            yield url, f"it does not answer within {wait_s:g} s"
+
+
+def _read_page(url: str) -> list[tuple[EngineReading, Page]] | str:
     try:
         page = fetch(url)
     except NoPage as reason:
         return f"no answer ({reason})"
     try:
-        return read_engines(url, page) or NO_KVTIER
+        return [(engine, page) for engine in read_engines(url, page)] or NO_KVTIER
     except (KeyError, ValueError) as odd:
         return f"its metrics are not those of this version of kvtier ({odd})"

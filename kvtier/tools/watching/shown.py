@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 from rich.filesize import decimal
 
-from kvtier.tools.watching.readings import IN_USE
+from kvtier.tools.watching.readings import FAULTS, IN_USE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvtier.tools.watching.readings import EngineReading, TierReading
 
@@ -22,20 +22,6 @@ AGE_S_MIN: Final = 600.0
 
 WORN_A_DAY: Final = 3.0
 """More drive writes a day than this wear most drives out within their warranty."""
-
-MORE: Final = 1 / 5
-"""Blocks that a larger tier would have hit, as a share of those loaded, that are worth a word."""
-
-REMEDIES: Final[Mapping[str, str]] = {
-    "crashes": "its code raised or its process ended: look at the log",
-    "damaged": "blocks failed their check: look at the storage",
-    "stores_rejected": "it had no room for blocks: free some, or lower capacity_bytes",
-    "failed": "loads or stores failed at the storage: look at the log",
-    "jobs_timed_out": "its storage hung: look at the log",
-    "breaker_opened": "it was bypassed for a time: look at the log",
-    "connections_lost": "its server was away: look at the log",
-}
-"""By the counters of ``FAULTS``, the worst first."""
 
 
 def headline(engine: EngineReading) -> str:
@@ -86,7 +72,7 @@ def _wrong(engine: EngineReading) -> Iterator[str]:
     for tier in engine.tiers:
         if tier.state != IN_USE:
             yield f"{tier.name}: {tier.state}. The engine goes on without; look at its log."
-    for name, remedy in REMEDIES.items():
+    for name, remedy in FAULTS.items():
         for tier in engine.tiers:
             if name in tier.faults:
                 count = f"{name}: {tier.faults[name]:,.0f} in {span(engine.age_s)}"
@@ -105,7 +91,7 @@ def _worn(engine: EngineReading) -> Iterator[str]:
 
 def _small(engine: EngineReading) -> Iterator[str]:
     for tier in engine.tiers:
-        if tier.hits_if_twice > MORE * max(1.0, tier.hits):
+        if tier.is_too_small:
             key = "cpu_bytes_to_use" if tier is engine.tiers[0] else "capacity_bytes"
             yield (
                 f"{tier.name} would have hit {tier.hits_if_twice:,.0f} blocks more at twice its "

@@ -132,6 +132,8 @@ def test_a_page_of_another_version_is_told(kvtier: Shell, page: EnginePage, addr
     page.set("kvtier:tier_breaker_state", 7, tier="nvme", work="loads")
     (why,) = kvtier("status", address, status=1)["silent"].values()
     assert "not those of this version" in why
+    (finding,) = kvtier("doctor", address, status=1)["findings"]
+    assert "not those of this version" in finding["what"]
 
 
 def test_a_page_that_is_none_is_told() -> None:
