@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "kvtier:"
 
+PRIMARY_TIER: Final = "0:primary"
+"""The label of the primary tier, beside the names of the others; in logs, too."""
+
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 _SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)

@@ -8,10 +8,11 @@ each time that vLLM looks the request up; what counts is the last lookup before 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from kvtier.core.metrics import PRIMARY_TIER
 from kvtier.engine.link.tier_health import TierRecord
 from kvtier.errors import ConfigError
 from kvtier.recording.recorder import EventKind, Happened, Record, Recorder, TierWork
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     )
 
     from kvtier.settings.runtime_config import RuntimeConfig
-
-PRIMARY: Final = "0:primary"
 
 
 class _Asked:
@@ -88,7 +87,7 @@ def open_recorder(config: RuntimeConfig, spec: OffloadingSpec) -> Recorder | Non
         config.record,
         config.record_bytes_max,
         block_tokens=spec.config.groups[0].tokens_per_block * int(spec.blocks_per_chunk),
-        tiers=[PRIMARY, *(tier.name for tier in config.tiers)],
+        tiers=[PRIMARY_TIER, *(tier.name for tier in config.tiers)],
     )
 
 

@@ -21,6 +21,7 @@ from kvtier.core import messages as m
 from kvtier.core import wire
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.events import PRIMARY, Event, EventKind, EventLog
+from kvtier.core.metrics import PRIMARY_TIER
 from kvtier.core.policy_actor import POLICY_TIME_S, new_policy
 from kvtier.core.statistics import PrimaryCounts, PrimaryStatistics
 from kvtier.engine.account.sources import Account
@@ -209,7 +210,7 @@ class PrimaryTier(Actor):
 
     def _new_policy(self, message: wire.PolicyBroke | wire.PolicyReturned) -> None:
         self.counts.policies_replaced += isinstance(message, wire.PolicyBroke)
-        self.log.post(new_policy("0:primary", message))
+        self.log.post(new_policy(PRIMARY_TIER, message))
         self._eviction.tell_residents()
 
     # --- GPU loads ---

@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.core.block_state import BlockState
+from kvtier.core.metrics import PRIMARY_TIER
 from kvtier.vllm.hosted.request_params import packed_params, peer_of
 from kvtier.vllm.identity.media import MEDIA
 from kvtier.vllm.identity.weight_updates import EngineWeights
@@ -526,7 +527,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def _labels(self) -> list[dict[str, Any]]:
         primary = {} if self._info is None else dict(self._info.as_config_info())
         tiers = ({**self._metrics.labels(tier.name), "tier": tier.name} for tier in self._tiers)
-        return [{**primary, "tier": "0:primary"}, *tiers]
+        return [{**primary, "tier": PRIMARY_TIER}, *tiers]
 
     @override
     def shutdown(self) -> None:

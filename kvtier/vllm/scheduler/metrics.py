@@ -34,6 +34,7 @@ from kvtier.core.metrics import (
     LOAD_SECONDS,
     LOOKUPS_PER_SECOND,
     MISSES,
+    PRIMARY_TIER,
     RECORDS_DROPPED,
     SLOTS,
     STORE_BYTES,
@@ -79,7 +80,7 @@ REPORT_S: Final = 0.1
 _Label = tuple[str, ...]
 C = TypeVar("C")
 
-_PRIMARY_LABEL: Final[_Label] = ("0:primary",)
+_PRIMARY_LABEL: Final[_Label] = (PRIMARY_TIER,)
 
 
 _PRIMARY_COUNTERS: Final = (

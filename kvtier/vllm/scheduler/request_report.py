@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtier.core.metrics import PRIMARY_TIER
 from kvtier.plugin_api.log import log
 from kvtier.vllm.vllm_log import LOGGER
 
@@ -24,7 +25,7 @@ class RequestReports:
 
     def __init__(self, facade: SchedulerFacade, config: RuntimeConfig) -> None:
         self._facade = facade
-        self._tiers = ["0:primary", *(tier.name for tier in config.tiers)]
+        self._tiers = [PRIMARY_TIER, *(tier.name for tier in config.tiers)]
 
     def at_end(self, request: Any) -> dict[str, Any] | None:  # noqa: ANN401 - vLLM's
         """Log the report of a request that ends; return it for the response, if asked for."""
