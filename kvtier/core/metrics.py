@@ -126,6 +126,23 @@ INFLIGHT_LIMIT: Final = _gauge(
     "tier",
     "work",
 )
+TierFault: TypeAlias = Literal[
+    "crashes",
+    "damaged",
+    "stores_rejected",
+    "failed",
+    "jobs_timed_out",
+    "breaker_opened",
+    "connections_lost",
+]
+"""Counters of ``TierCounts`` that stand for trouble, the worst first."""
+
+LAST_FAULT: Final = _gauge(
+    "tier_last_fault_timestamp_seconds",
+    "When a fault of the tier was last counted, in seconds since the epoch, by its counter.",
+    "tier",
+    "fault",
+)
 MISSES: Final = Definition(
     PREFIX + "misses",
     "counter",
@@ -176,6 +193,7 @@ OF_TIERS: Final = (
     LOOKUPS_PER_SECOND,
     ERROR_RATIO,
     INFLIGHT_LIMIT,
+    LAST_FAULT,
 )
 """Besides the counters of ``TierCounts``: what a tier has without kvtier's primary tier, too."""
 

@@ -32,22 +32,38 @@ PLAIN_LINE_EVERY_S: Final = 10.0
 BAR_UPDATE_EVERY_S: Final = 0.1
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    is_dense: bool = False,
+) -> None:
     """Print a table on stdout."""
-    _console(sys.stdout).print(made_table(title, columns, rows))
+    _console(sys.stdout).print(made_table(title, columns, rows, is_dense=is_dense))
 
 
-def made_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """Return a table for rich. The first column is text; the others stand to the right."""
+def made_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    is_dense: bool = False,
+) -> Table:
+    """Return a table for rich. The first column is text; the others stand to the right.
+
+    ``is_dense``: for a table of many columns: one space between them, in place of two.
+    """
     from rich import box  # noqa: PLC0415 - as in _console
     from rich.table import Table  # noqa: PLC0415 - as in _console
     from rich.text import Text  # noqa: PLC0415 - as in _console
 
     shown = Table(
-        title=Text(title),
+        title=Text(title) if title else None,
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        padding=(0, 0 if is_dense else 1),
         show_header=any(columns),
     )
     for index, column in enumerate(columns):

@@ -144,9 +144,10 @@ AT_WORK = {
         own.STORE_BYTES,
         own.WAIT_SECONDS,
         own.ABSENT_SECONDS,
+        own.LAST_FAULT,
     )
 }
-"""Of a tier that has done something."""
+"""Of a tier that has done something, or had a fault."""
 
 
 def test_every_counter_is_there_from_the_first_step_on_with_all_labels() -> None:
@@ -347,7 +348,8 @@ class History:
             - {"slot_count", "counts", "sources", "misses"},
             0,
         )
-        known = {"name", "breaker", "connection", "counts", "backend_counters", "backend_gauges"}
+        known = {"name", "breaker", "breakers", "connection", "counts", "speeds"}
+        known |= {"backend_counters", "backend_gauges"}
         idle = dict.fromkeys(set(TierStatistics.__struct_fields__) - known, 0)
         return Statistics(
             primary=PrimaryStatistics(
@@ -361,7 +363,9 @@ class History:
                 TierStatistics(
                     name=tier.name,
                     breaker="CLOSED",
+                    breakers={},
                     connection="UP",
+                    speeds={},
                     counts=counts.snapshot(),
                     backend_counters=dict(backend),
                     backend_gauges=dict(backend),
@@ -383,6 +387,29 @@ class History:
             absent_seconds=[(0, float("nan"))],
             tiers=(none,) * len(TIERS),
         )
+
+
+def test_when_a_fault_was_counted_last_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    facade, now = History(), [1000.0]
+    monkeypatch.setattr(metrics.time, "time", lambda: now[0])
+    exporter = MetricsExporter(
+        facade,  # type: ignore[arg-type]
+        CONFIG,
+        KVTierOffloadingSpec.metrics(EXTRA),
+        GuardedObserver(),
+    )
+    front = FrontEnd(EXTRA)
+
+    def last(fault: str) -> float | None:
+        front.take(exporter.collect(is_busy=False))
+        name = "kvtier:tier_last_fault_timestamp_seconds"
+        return front.value(name, tier="2:memory", fault=fault)
+
+    facade.tiers[1].damaged = 2
+    assert (last("damaged"), last("failed")) == (1000.0, None)
+    now[0] = 2000.0
+    facade.tiers[1].failed = 1
+    assert (last("damaged"), last("failed")) == (1000.0, 2000.0)
 
 
 COUNT = strategies.one_of(strategies.integers(-5, 50), strategies.floats(-5.0, 50.0))

@@ -14,6 +14,7 @@ from kvtier.tools.cli.status import HERE
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 EVERY_S: Final = 2.0
 
@@ -22,7 +23,7 @@ def top(*urls: Annotated[str, Parameter(metavar="URL")]) -> int:
     """Show the tiers of running engines every two seconds, until Ctrl-C.
 
     Tokens are those of the last minute and of the last hour, as far as the command has run for that
-    long; bytes and seconds of loads are those of the last minute. Faults count for an hour.
+    long; bytes and seconds of loads are those of the last minute.
 
     Parameters
     ----------
@@ -31,6 +32,7 @@ def top(*urls: Annotated[str, Parameter(metavar="URL")]) -> int:
     """
     from rich.console import Group  # noqa: PLC0415 - heavy imports
     from rich.live import Live  # noqa: PLC0415 - as above
+    from rich.text import Text  # noqa: PLC0415 - as above
 
     from kvtier.tools.terminal import made_table  # noqa: PLC0415 - as above
     from kvtier.tools.watching import shown  # noqa: PLC0415 - as above
@@ -46,13 +48,14 @@ def top(*urls: Annotated[str, Parameter(metavar="URL")]) -> int:
     with Live(screen=True, auto_refresh=False) as live:
         while True:
             found = scrape(pages)
-            parts: list[Table | str] = []
+            parts: list[Table | Text] = []
             for engine in found.engines:
-                name = f"{engine.url} {engine.engine}"
-                hour, minute = hours[name].add(engine), minutes[name].add(engine)
+                hour = hours[engine.name].add(engine)
+                minute = minutes[engine.name].add(engine)
                 columns, rows = shown.table_of(engine, [("1 h", hour), ("1 min", minute)])
-                title = shown.headline(engine)
-                parts += [made_table(title, columns, rows), shown.advice(engine, hour), ""]
-            parts += [f"{url}: {why}" for url, why in found.silent.items()]
+                parts += [Text(shown.headline(engine))]
+                parts += [made_table("", columns, rows, is_dense=True)]
+                parts += map(Text, [*shown.faults_of(engine), shown.advice(engine), ""])
+            parts += [Text(f"{url}: {why}") for url, why in found.silent.items()]
             live.update(Group(*parts), refresh=True)
             time.sleep(EVERY_S)

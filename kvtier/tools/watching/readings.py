@@ -17,6 +17,7 @@ from kvtier.plugin_api.backend import Connection
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from kvtier.core.metrics import TierFault
     from kvtier.tools.watching.page import Histogram, Page
 
 OF_SOURCE: Final = {each.attribute: each.metric for each in counter_series(SourceCounts, "")}
@@ -29,7 +30,7 @@ OF_PRIMARY: Final = {
 VLLMS_QUERIES: Final = "vllm:kv_offload_tiering_chunk_queries"
 VLLMS_HITS: Final = "vllm:kv_offload_tiering_chunk_hits"
 
-FAULTS: Final[Mapping[str, str]] = {
+FAULTS: Final[Mapping[TierFault, str]] = {
     "crashes": "its code raised or its process ended: look at the log",
     "damaged": "blocks failed their check: look at the storage",
     "stores_rejected": "it had no room for blocks: free some, or lower capacity_bytes",
@@ -38,8 +39,7 @@ FAULTS: Final[Mapping[str, str]] = {
     "breaker_opened": "it was bypassed for a time: look at the log",
     "connections_lost": "its server was away: look at the log",
 }
-"""Counters of a tier that stand for trouble, the worst first, with the remedy: by the names of
-``TierCounts``."""
+"""What is wrong if a counter of ``TierCounts`` has grown, and the remedy; the worst first."""
 
 MORE: Final = 1 / 5
 """Blocks that a larger tier would have hit, as a share of those loaded, that are worth a word."""
@@ -62,7 +62,8 @@ class TierReading(msgspec.Struct, frozen=True):
     written_bytes: float
     load_seconds: Histogram
     hits_if_twice: float  #: blocks
-    faults: dict[str, float]  #: those above 0
+    faults: dict[TierFault, float]  #: those above 0
+    last_faults: dict[TierFault, float]  #: when they were last counted, in seconds of the epoch
 
     def figures(self) -> dict[str, Any]:
         """Return all of it as JSON has it: the fields, with quantiles for the histogram."""
@@ -105,6 +106,11 @@ class EngineReading(msgspec.Struct, frozen=True):
     began_s: float | None  #: ... when it began to count, in seconds of the epoch
     prefill_saved_s: float
     tiers: tuple[TierReading, ...]  #: the primary tier first
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others."""
+        return f"{self.url} {self.engine}"
 
     @property
     def is_healthy(self) -> bool:
@@ -177,6 +183,11 @@ def _read_tier(page: Page, name: str, labels: dict[str, str]) -> TierReading:
         load_seconds=page.histogram(metrics.LOAD_SECONDS.name, **labels),
         hits_if_twice=page.total(OF_SOURCE["hits_if_twice"], **labels, times="2"),
         faults={each: count for each, count in grown if count},
+        last_faults={
+            each: at_s
+            for each in FAULTS
+            if (at_s := page.gauge(metrics.LAST_FAULT.name, **labels, fault=each)) is not None
+        },
     )
 
 

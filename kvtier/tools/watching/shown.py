@@ -5,13 +5,12 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
-from rich.filesize import decimal
-
 from kvtier.tools.watching.readings import FAULTS, IN_USE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvtier.core.metrics import TierFault
     from kvtier.tools.watching.readings import EngineReading, TierReading
 
 NOTHING: Final = "-"
@@ -19,6 +18,9 @@ ALL_WELL: Final = "All tiers are in use, and nothing is wrong."
 DAY_S: Final = 86_400.0
 AGE_S_MIN: Final = 600.0
 """An engine must be as old for what it writes a day to be known."""
+
+RECENT_S: Final = 3600.0
+"""A fault is worth advice for so long."""
 
 WORN_A_DAY: Final = 3.0
 """More drive writes a day than this wear most drives out within their warranty."""
@@ -36,7 +38,7 @@ def headline(engine: EngineReading) -> str:
 def table_of(
     engine: EngineReading, windows: Sequence[tuple[str, EngineReading]]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return columns, and a row for each tier: 80 characters wide.
+    """Return columns, and a row for each tier: at most 64 characters beside the tiers' names.
 
     ``windows``: titles, and what the engine has done since each began. The last one holds for bytes
     and seconds, too.
@@ -47,7 +49,7 @@ def table_of(
     return columns, [
         [
             tier.name,
-            tier.state,
+            _in_a_word(tier.state),
             _used(tier),
             *(number(window.tiers[n].loaded_tokens) for _, window in windows),
             size(last.tiers[n].read_bytes),
@@ -59,24 +61,41 @@ def table_of(
     ]
 
 
-def advice(engine: EngineReading, recently: EngineReading | None = None) -> str:
-    """Return one sentence: what to do first.
+def faults_of(engine: EngineReading) -> Iterator[str]:
+    """Yield a line for each tier that is not in use or has had faults: how often, and when last."""
+    for tier in engine.tiers:
+        state = [] if tier.state == IN_USE else [tier.state]
+        ages = {name: engine.at_s - _last_s(engine, tier, name) for name in tier.faults}
+        kinds = [
+            f"{name} {count:,.0f}, the last {span(ages[name])} ago"
+            for name, count in tier.faults.items()
+        ]
+        if state or kinds:
+            yield f"{tier.name}: {'; '.join(state + kinds)}"
 
-    ``recently``: what the engine has done in the time whose faults count; None: all of its time.
-    """
-    wrong = _wrong(engine if recently is None else recently)
+
+def advice(engine: EngineReading) -> str:
+    """Return one sentence: what to do first."""
+    wrong = chain(_unused(engine), _wrong(engine))
     return next(chain(wrong, _worn(engine), _small(engine), _idle(engine)), ALL_WELL)
 
 
-def _wrong(engine: EngineReading) -> Iterator[str]:
+def _unused(engine: EngineReading) -> Iterator[str]:
     for tier in engine.tiers:
         if tier.state != IN_USE:
-            yield f"{tier.name}: {tier.state}. The engine goes on without; look at its log."
+            yield f"{tier.name} is not in use, and the engine goes on without: look at its log."
+
+
+def _wrong(engine: EngineReading) -> Iterator[str]:
     for name, remedy in FAULTS.items():
         for tier in engine.tiers:
-            if name in tier.faults:
-                count = f"{name}: {tier.faults[name]:,.0f} in {span(engine.age_s)}"
-                yield f"{tier.name} is in use, and {remedy} ({count})."
+            if name in tier.faults and engine.at_s - _last_s(engine, tier, name) < RECENT_S:
+                yield f"{tier.name} is in use, and {remedy} ({name})."
+
+
+def _last_s(engine: EngineReading, tier: TierReading, fault: TierFault) -> float:
+    """Return when it was last counted; an engine tells so a moment after it has counted it."""
+    return min(engine.at_s, tier.last_faults.get(fault, engine.at_s))
 
 
 def _worn(engine: EngineReading) -> Iterator[str]:
@@ -116,6 +135,12 @@ def _written_a_day(engine: EngineReading, tier: TierReading) -> str:
     return NOTHING if writes is None else f"{writes:.2g} x"
 
 
+def _in_a_word(state: str) -> str:
+    """Return a state so that it fits the table."""
+    worst = state.partition(", ")[0]
+    return {"no": "bypassed", "trying": "trying"}.get(worst.partition(" ")[0], worst)
+
+
 def _used(tier: TierReading) -> str:
     if tier.used_bytes is None:
         return NOTHING
@@ -125,16 +150,24 @@ def _used(tier: TierReading) -> str:
 
 
 def size(count: float) -> str:
-    """Return bytes in a unit that fits."""
-    return decimal(round(count), precision=0) if count else NOTHING
+    """Return bytes in a unit that fits; a digit behind the point if there is one before it."""
+    power = _power(count)
+    value = count / 1000**power
+    shown = f"{value:.1f}" if power and value < 9.95 else f"{value:.0f}"
+    return f"{shown} {' kMGTP'[power].strip()}B" if count else NOTHING
 
 
 def number(count: float) -> str:
     """Return a number with three digits, or all if there are not more than four."""
     if count < 10_000:
         return f"{count:.0f}"
-    power = min(len(f"{count:.0f}") - 1, 14) // 3
-    return f"{count / 1000**power:.3g}{' kMGT'[power]}"
+    power = _power(count)
+    return f"{count / 1000**power:.3g}{' kMGTP'[power]}"
+
+
+def _power(count: float) -> int:
+    """Return the power of 1000 in which a number has up to three digits before the point."""
+    return min(len(f"{float(f'{count:.3g}'):.0f}") - 1, 17) // 3
 
 
 def span(seconds: float) -> str:
@@ -148,4 +181,5 @@ def span(seconds: float) -> str:
 def _seconds(seconds: float | None) -> str:
     if seconds is None:
         return NOTHING
-    return f"{seconds:.2g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    unit, value = ("s", seconds) if seconds >= 0.9995 else ("ms", 1e3 * seconds)
+    return f"{value:.{0 if value >= 9.95 else 1}f} {unit}"

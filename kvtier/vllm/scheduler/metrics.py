@@ -29,6 +29,7 @@ from kvtier.core.metrics import (
     FAULTS,
     INFLIGHT_LIMIT,
     INFO,
+    LAST_FAULT,
     LATENCY,
     LOAD_BYTES,
     LOAD_SECONDS,
@@ -42,6 +43,7 @@ from kvtier.core.metrics import (
     USED,
     WAIT_SECONDS,
     Series,
+    TierFault,
     backend_series,
     counter_series,
 )
@@ -82,6 +84,8 @@ C = TypeVar("C")
 
 _PRIMARY_LABEL: Final[_Label] = (PRIMARY_TIER,)
 
+_FAULTS: Final = get_args(TierFault)
+_read_faults: Final[Callable[[TierCounts], tuple[int, ...]]] = attrgetter(*_FAULTS)
 
 _PRIMARY_COUNTERS: Final = (
     *counter_series(PrimaryCounts, "primary_"),
@@ -185,6 +189,7 @@ class _Tier:
             [each for each in series if not is_gauge[each.attribute]]
         )
         self._gauges = {each.attribute: each for each in series if is_gauge[each.attribute]}
+        self._fault_counts = (0,) * len(_FAULTS)
         self._breakers: Mapping[str, str] = {}
         self._connection = ""
         self._speeds: Mapping[str, TierSpeed] = {}
@@ -193,6 +198,7 @@ class _Tier:
     def report(self, sample: Sample, now: TierStatistics) -> None:
         """Report the changes since the last report."""
         self._counters.report(sample, now.counts)
+        self._report_faults(sample, _read_faults(now.counts))
         self._backend.report(sample, now.backend_counters)
         if now.breakers != self._breakers:
             self._breakers = now.breakers
@@ -211,6 +217,15 @@ class _Tier:
             for name in self._gauges.keys() & now.backend_gauges:
                 series = self._gauges[name]
                 sample.set(series.metric, now.backend_gauges[name], series.label)
+
+    def _report_faults(self, sample: Sample, counts: tuple[int, ...]) -> None:
+        if counts == self._fault_counts:
+            return
+        now_s = time.time()
+        for fault, before, count in zip(_FAULTS, self._fault_counts, counts, strict=True):
+            if count > before:
+                sample.set(LAST_FAULT.name, now_s, (*self._label, fault))
+        self._fault_counts = counts
 
     def _report_speed(self, sample: Sample, work: str, speed: TierSpeed) -> None:
         label = (*self._label, work)

@@ -11,15 +11,18 @@ import socket
 import struct
 import sys
 import termios
-from typing import TYPE_CHECKING, Any
+import time
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
+from kvtier.core.metrics import TierFault
 from kvtier.tools.cli.exit_status import INTERRUPTED
 from kvtier.tools.watching import page as pages
 from kvtier.tools.watching.page import Histogram, page_url
-from kvtier.tools.watching.readings import EngineReading, TierReading
-from kvtier.tools.watching.shown import number, span
+from kvtier.tools.watching.readings import FAULTS, EngineReading, TierReading
+from kvtier.tools.watching.shown import number, size, span
 from kvtier.tools.watching.window import Window
 from tests.unit.tools._pages import EnginePage
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.unit.tools._shell import Shell
+
+status = import_module("kvtier.tools.cli.status")
 
 
 @pytest.fixture
@@ -59,7 +64,7 @@ def test_an_engine_whose_tiers_are_in_use_is_well(
     assert redis["used_bytes"] is redis["load_p50_s"] is None
     shown = kvtier.shown("status", address)
     assert "2.2 min of prefill saved" in shown
-    assert re.search(r"nvme +in use +76% +19.8k +4 MB +- ", shown)
+    assert re.search(r"nvme +in use +76% +19.8k +4.2 MB +- ", shown)
     assert "nothing is wrong" in shown
 
 
@@ -89,7 +94,8 @@ def test_a_tier_that_is_not_in_use_is_the_first_thing_to_say(
     page.set("kvtier:tier_connection_state", connection, tier="2:redis")
     (engine,) = kvtier("status", address, status=1)["engines"]
     assert [tier["state"] for tier in engine["tiers"]] == ["in use", "in use", shown]
-    assert engine["advice"].startswith(f"2:redis: {shown}.")
+    assert engine["advice"].startswith("2:redis is not in use")
+    assert f"\n2:redis: {shown}\n" in kvtier.shown("status", address, status=1)
 
 
 def test_what_went_wrong_stands_before_what_could_be_better(
@@ -110,6 +116,42 @@ def test_what_went_wrong_stands_before_what_could_be_better(
     assert "2:redis is in use, and blocks failed their check" in advice()
 
 
+def test_a_tier_tells_its_faults_and_one_is_no_news_after_an_hour(
+    kvtier: Shell, page: EnginePage, address: str
+) -> None:
+    page.count("kvtier:loaded_tokens", 19_840, tier="nvme")
+    page.count("kvtier:tier_jobs_timed_out", 2, tier="nvme")
+    page.count("kvtier:tier_damaged", 7, tier="nvme")
+    last = "kvtier:tier_last_fault_timestamp_seconds"
+    page.set(last, time.time() - 7200, tier="nvme", fault="damaged")
+    page.set(last, time.time() - 300, tier="nvme", fault="jobs_timed_out")
+    shown = kvtier.shown("status", address)
+    assert "nvme: damaged 7, the last 2.0 h ago; jobs_timed_out 2, the last 5.0 min ago" in shown
+    assert "nvme is in use, and its storage hung" in shown
+    page.set(last, time.time() - 7200, tier="nvme", fault="jobs_timed_out")
+    shown = kvtier.shown("status", address)
+    assert "jobs_timed_out 2, the last 2.0 h ago" in shown
+    assert "nothing is wrong" in shown
+
+
+def test_status_of_some_seconds_has_what_came_in_them(
+    kvtier: Shell, page: EnginePage, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page.count("kvtier:loaded_tokens", 19_840, tier="nvme")
+
+    def work(_seconds: float) -> None:
+        page.count("kvtier:loaded_tokens", 160, tier="nvme")
+
+    monkeypatch.setattr(status, "_wait", work)
+    (engine,) = kvtier("status", address, "--seconds", 60)["engines"]
+    assert engine["tiers"][1]["loaded_tokens"] == 160
+    assert engine["at_s"] >= engine["began_s"]
+    shown = kvtier.shown("status", address, "--seconds", 60)
+    assert re.search(r"tier +state +used +60 s ", shown)
+    assert re.search(r"nvme +in use +- +160 ", shown)
+    assert "--seconds 0" in kvtier.refused("status", address, "--seconds", 0)
+
+
 def test_what_does_not_answer_is_told_beside_what_does(
     kvtier: Shell, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +168,10 @@ def test_what_does_not_answer_is_told_beside_what_does(
     assert "refused" in why[dead]
     assert "timed out" in why[silent]
     assert "no metrics of kvtier" in why[elsewhere]
+
+
+def test_every_fault_has_a_remedy_and_a_time() -> None:
+    assert [*FAULTS] == [*get_args(TierFault)]
 
 
 def test_a_page_of_another_version_is_told(kvtier: Shell, page: EnginePage, address: str) -> None:
@@ -164,7 +210,8 @@ def test_quantiles_are_those_of_prometheus() -> None:
 
 def reading(at_s: float, tokens: float, began_s: float = 0.0) -> EngineReading:
     tier: dict[str, Any] = dict.fromkeys(TierReading.__struct_fields__, 0.0)
-    tier |= {"name": "nvme", "load_seconds": Histogram({}, 0.0), "faults": {}}
+    tier |= {"name": "nvme", "load_seconds": Histogram({}, 0.0)}
+    tier |= {"faults": {}, "last_faults": {}}
     about = dict.fromkeys(("url", "engine", "model", "version", "vllm"), "")
     tiers = (TierReading(**tier | {"loaded_tokens": tokens}),)
     return EngineReading(**about, at_s=at_s, began_s=began_s, prefill_saved_s=tokens, tiers=tiers)
@@ -188,10 +235,15 @@ def test_an_engine_that_was_restarted_counts_from_its_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0"), (9999, "9999"), (19_840, "19.8k"), (123_456, "123k"), (2e9, "2G")]
+    ("count", "text"), [(0, "0"), (9999, "9999"), (19_840, "19.8k"), (999_600, "1M"), (2e9, "2G")]
 )
 def test_numbers_fit_a_narrow_column(count: float, text: str) -> None:
     assert number(count) == text
+
+
+def test_sizes_have_a_unit_that_fits() -> None:
+    shown = [size(each) for each in (0, 999, 4 << 20, 999_700_000, 1.524e9, 2e16)]
+    assert shown == ["-", "999 B", "4.2 MB", "1.0 GB", "1.5 GB", "20 PB"]
 
 
 def test_times_have_a_unit_that_fits() -> None:
@@ -208,8 +260,31 @@ def test_top_wants_a_terminal(kvtier: Shell, address: str) -> None:
     assert "kvtier status" in kvtier.refused("top", address)
 
 
-def test_top_draws_in_80_columns_and_ends_at_ctrl_c(page: EnginePage, address: str) -> None:
+def fill_columns(page: EnginePage) -> None:
+    """Give a tier what is wide in each column."""
     page.count("kvtier:loaded_tokens", 19_840, tier="nvme")
+    page.set("kvtier:tier_used_bytes", 760e9, tier="nvme")
+    page.set("kvtier:tier_capacity_bytes", 1000e9, tier="nvme")
+    page.observe("kvtier:tier_load_seconds", 0.163, tier="nvme")
+    page.observe("kvtier:tier_load_bytes", 385e6, tier="nvme")
+    page.observe("kvtier:tier_store_bytes", 999e6, tier="nvme")
+    for work, state in zip(("probes", "loads", "stores"), (1, 2, 2), strict=True):
+        page.set("kvtier:tier_breaker_state", state, tier="nvme", work=work)
+
+
+def test_the_table_fits_80_columns_whatever_is_in_it(
+    kvtier: Shell, page: EnginePage, address: str
+) -> None:
+    fill_columns(page)
+    shown = kvtier.shown("status", address, status=1)
+    (nvme,) = re.findall("^ nvme .*$", shown, re.MULTILINE)
+    assert re.search(r"nvme +bypassed +76% +19.8k 385 MB 999 MB +[0-9]{3} ms +[0-9]{3} ms", nvme)
+    assert "\nnvme: no probes, trying loads+stores\n" in shown
+    assert len(nvme.rstrip()) <= 80
+
+
+def test_top_draws_in_80_columns_and_ends_at_ctrl_c(page: EnginePage, address: str) -> None:
+    fill_columns(page)
     process, terminal = pty.fork()
     if process == 0:
         os.environ["TERM"] = "xterm"
@@ -217,7 +292,7 @@ def test_top_draws_in_80_columns_and_ends_at_ctrl_c(page: EnginePage, address: s
         os.execv(sys.executable, [sys.executable, "-c", command, "top", address])
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     drawn = ""
-    while "All tiers are in use" not in drawn:
+    while "is not in use" not in drawn:
         drawn += os.read(terminal, 1 << 16).decode()
     os.kill(process, signal.SIGINT)
     try:
@@ -229,6 +304,6 @@ def test_top_draws_in_80_columns_and_ends_at_ctrl_c(page: EnginePage, address: s
     os.close(terminal)
     assert os.waitstatus_to_exitcode(status) == INTERRUPTED
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn).splitlines()
-    (nvme,) = [line for line in lines if line.strip().startswith("nvme")][:1]
-    assert "…" not in nvme
+    (nvme,) = [line for line in lines if line.strip().startswith("nvme ")][:1]
+    assert re.fullmatch(r" *nvme +bypassed +76% +0 +0 +- +- +- +- +- *", nvme), nvme
     assert len(nvme.rstrip()) <= 80
