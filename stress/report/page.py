@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from html import escape
-from pathlib import Path
+from importlib.resources import files
 from typing import TYPE_CHECKING, Final
 
+from kvtier.tools.report.svg import lines, strip
 from stress.report.bins import STATES, Bins, bins_of
-from stress.report.svg import lines, strip
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from stress.record import Record
 
-STYLE: Final = Path(__file__).with_name("page.css")
+STYLE: Final = files("kvtier.tools.report") / "page.css"
 TICKS: Final = 4
 MANY: Final = 4  #: faults of a kind at once, or in a bin: drawn in full
 

@@ -1,0 +1,1 @@
+"""One page of what was recorded, replayed or soaked: HTML and SVG, without scripts."""
