@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies
 
-from kvtier.tools.replay import traces
+from kvtier.tools.replay import trace_lines, traces
 from kvtier.tools.replay.traces import (
     Recorded,
     Trace,
@@ -153,7 +153,7 @@ def test_a_bad_line_is_named_with_what_is_wrong_or_skipped_and_counted(
 def test_only_so_many_bad_lines_are_kept(tmp_path: Path) -> None:
     trace = read(tmp_path, lines(mooncake(0, [1])) + b"x\n" * 3000, on_bad_line="skip")
     assert trace.bad_line_count == 3000
-    assert len(trace.bad_lines) == traces.BAD_LINES_KEPT_MAX
+    assert len(trace.bad_lines) == trace_lines.BAD_LINES_KEPT_MAX
 
 
 def test_a_huge_line_costs_bounded_memory(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_huge_line_costs_bounded_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert trace.bad_lines == ((1, "it is longer than 16 MiB"),)
     assert len(trace.requests) == 1
-    assert peak < 5 * traces.LINE_BYTES_MAX
+    assert peak < 5 * trace_lines.LINE_BYTES_MAX
 
 
 @pytest.mark.parametrize("damage", ["cut", "overwritten", "followed"])
@@ -297,7 +297,7 @@ FRAGMENTS = strategies.sampled_from(
     parts=strategies.lists(FRAGMENTS | strategies.binary(max_size=40), max_size=8),
     packed=strategies.booleans(),
     on_bad_line=strategies.sampled_from(["stop", "skip"]),
-    name=strategies.sampled_from(["auto", *traces.FORMATS]),
+    name=strategies.sampled_from(["auto", *trace_lines.FORMATS]),
 )
 @settings(
     max_examples=400,
