@@ -17,8 +17,8 @@ from stress.heard import nothing_on_stderr
 from stress.plan import draw_gate_plan, draw_plan
 from stress.planted.planting import planted, plants
 from stress.record import Record
-from stress.report.verdict import print_verdict, write_report
 from stress.supervisor import folder_prefix, supervised
+from stress.verdict import print_verdict, write_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, fields
 from sys import getsizeof
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtier.tools.report.soak import SOAK, Done, Sample
+
 if TYPE_CHECKING:
     from stress.plan import Fault
 
@@ -29,32 +31,6 @@ NOTICED: Final = (
 
 RATE_FROM_S: Final = 2.0
 """What failed sooner has no rate of faults."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One moment. Counts are of the whole run so far."""
-
-    at_s: float
-    requests: int
-    blocks_read: int
-    blocks_stored: int
-    lookups: int  #: of blocks
-    hits: int
-    resident: Mapping[str, int]  #: tier → blocks that events say are there
-    breakers: Mapping[str, str]  #: tier → state
-    quarantined: int
-    memory_bytes: int = 0  #: resident, of the process that has the runtime; 0: not looked at
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A spell or a single fault, as it was done."""
-
-    from_s: float
-    to_s: float
-    kind: str
-    target: str
 
 
 @dataclass
@@ -103,6 +79,7 @@ class Record:
     def as_json(self) -> dict[str, Any]:
         """Return all of it as plain values."""
         return {
+            "report": SOAK,
             **asdict(self),
             "injected": dict(self.injected),
             "injected_total": self.injected_total,

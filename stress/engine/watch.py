@@ -13,10 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.engine.link.circuit_breaker import BreakerState, worst
 from kvtier.engine.link.tier_health import NAMES
+from kvtier.tools.report.soak import Sample
 from stress.engine.vllm_server import BLOCK_BYTES, BLOCK_TOKENS
 from stress.failure import Failure
 from stress.limits import PATIENCE_S
-from stress.record import NOTICED, Sample
+from stress.record import NOTICED
 
 if TYPE_CHECKING:
     from collections.abc import Callable

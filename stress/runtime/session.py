@@ -10,12 +10,12 @@ from unittest import mock
 from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime
 from kvtier.core.events import PRIMARY
 from kvtier.hosts import process_host, thread_host
+from kvtier.tools.report.soak import Sample
 from stress.checker import Checker
 from stress.contents import BLOCK_BYTES
 from stress.failure import Failure
 from stress.limits import PATIENCE_S
 from stress.load import Counts, Load
-from stress.record import Sample
 from stress.resources import resident_bytes
 
 if TYPE_CHECKING:

@@ -30,6 +30,7 @@ COMMANDS: Final = (
     "ls",
     "purge",
     "replay",
+    "report",
     "size",
     "status",
     "top",

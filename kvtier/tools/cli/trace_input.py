@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.tools.replay.traces import read_trace
 from kvtier.tools.terminal import progress
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from kvtier.tools.cli.options import TraceOptions
@@ -19,8 +21,25 @@ BAD_LINES_SHOWN_MAX: Final = 5
 
 def read_trace_in_sight(path: str | Path, reading: TraceOptions) -> Trace:
     """Read the trace with a progress bar; say on stderr what was skipped or sorted."""
+    with reading_in_sight("reading the trace") as on_progress:
+        trace = read_trace(
+            path,
+            format=reading.format,
+            block_tokens=reading.block_tokens,
+            on_bad_line=reading.on_bad_line,
+            limit=reading.limit,
+            on_progress=on_progress,
+        )
+    for line in _notes(trace):
+        print(f"{trace.name}: {line}", file=sys.stderr)
+    return trace
+
+
+@contextmanager
+def reading_in_sight(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how far a file has been read; gives what ``read_trace`` takes as ``on_progress``."""
     done = 0
-    with progress("reading the trace", 100) as bar:
+    with progress(label, 100) as bar:
 
         def report(read: int, size: int) -> None:
             nonlocal done
@@ -28,17 +47,7 @@ def read_trace_in_sight(path: str | Path, reading: TraceOptions) -> Trace:
             bar.advance(percent - done)
             done = percent
 
-        trace = read_trace(
-            path,
-            format=reading.format,
-            block_tokens=reading.block_tokens,
-            on_bad_line=reading.on_bad_line,
-            limit=reading.limit,
-            on_progress=report,
-        )
-    for line in _notes(trace):
-        print(f"{trace.name}: {line}", file=sys.stderr)
-    return trace
+        yield report
 
 
 def describe(trace: Trace) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class _Plain(RequestRow, kw_only=True):
 class RecordedRow(_Plain, kw_only=True):
     """A request of a record."""
 
-    started_s: _Timestamp | None = None
+    started_s: _Timestamp | msgspec.UnsetType | None = msgspec.UNSET
     ended_s: _Timestamp
     gpu_tokens: _Tokens
     loaded_tokens: dict[str, _Tokens]
@@ -150,6 +150,24 @@ class TraceFile:
     def progress(self) -> tuple[int, int]:
         """Return how many bytes of the file have been read, and how many it has: 0 for a pipe."""
         return self._file.raw.tell() if self._size else 0, self._size
+
+    def is_record(self) -> bool:
+        """Return whether it begins as a record does. Nothing is taken from it."""
+        try:
+            start = self._stream.peek(len(BYTE_ORDER_MARK + HEADER_START))
+        except (EOFError, zlib.error, gzip.BadGzipFile, zstd_frames.DamagedZstd):
+            return True  # only a trace is compressed; it will say what is wrong
+        return start.removeprefix(BYTE_ORDER_MARK).startswith(HEADER_START)
+
+    def read_all_untrusted(self, bytes_max: int) -> bytes:
+        """Return all that the file holds; for what is no trace. Raises ``TraceError``."""
+        try:
+            text = self._stream.read(bytes_max + 1)
+        except (EOFError, zlib.error, gzip.BadGzipFile, zstd_frames.DamagedZstd) as error:
+            raise TraceError(f"{self._file.name}: the {self._kind} file is damaged.") from error
+        if len(text) > bytes_max:
+            raise TraceError(f"{self._file.name}: is larger than {bytes_max >> 20} MiB.")
+        return text.removeprefix(BYTE_ORDER_MARK)
 
     def lines_untrusted(self) -> Iterator[tuple[int, bytes | _BadLine]]:
         """Give each line with its number, or what is wrong with it, in bounded memory."""

@@ -1,21 +1,69 @@
-"""A run cut into bins of equal length: however long it was, its page has the same size."""
+"""The record of a soak (``python -m stress``): what its JSON file has, and its bins.
+
+However long the soak was, its page has the same size.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence  # noqa: TC003 - msgspec reads annotations
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+import msgspec
 
-    from stress.record import Record, Sample
+from kvtier.tools.report.axis import BINS_MAX
 
-BINS_MAX: Final = 240
+SOAK: Final = "kvtier soak"
 SAMPLES_EACH_MIN: Final = 2
 
 STATES: Final = ("CLOSED", "HALF_OPEN", "OPEN", "DISABLED")
 """Of a breaker, from well to worst: a bin shows its worst."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One moment. Counts are of the whole run so far."""
+
+    at_s: float
+    requests: int
+    blocks_read: int
+    blocks_stored: int
+    lookups: int  #: of blocks
+    hits: int
+    resident: Mapping[str, int]  #: tier → blocks that events say are there
+    breakers: Mapping[str, str]  #: tier → state
+    quarantined: int
+    memory_bytes: int = 0  #: resident, of the process that has the runtime; 0: not looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A spell or a single fault, as it was done."""
+
+    from_s: float
+    to_s: float
+    kind: str
+    target: str
+
+
+class Soak(msgspec.Struct):
+    """All of a record that a page shows."""
+
+    layer: str
+    seed: int
+    seconds: float
+    planned_s: float
+    samples: list[Sample]
+    spells: list[Done]
+    injected: dict[str, int]
+    noticed: dict[str, dict[str, int]]
+    figures: dict[str, float]
+    checks: dict[str, str]
+    faults_ended_s: float
+    failure: str | None
+    injected_total: int
+    injected_a_minute: float | None
 
 
 @dataclass(frozen=True)
@@ -28,14 +76,15 @@ class Bins:
     hit_ratio: list[float | None]
     resident: dict[str, list[float | None]]  #: tier → blocks
     quarantined: list[float | None]
+    memory_bytes: list[float | None]
     breakers: dict[str, list[str | None]]  #: tier → state
     faults: dict[str, list[int]]  #: kind → how many were under way
 
 
-def bins_of(record: Record) -> Bins:
-    """Cut a record."""
-    samples = record.samples
-    ends_s = max(record.seconds, samples[-1].at_s if samples else 0.0, 1e-9)
+def bins_of(soak: Soak) -> Bins:
+    """Cut a record into bins of equal length."""
+    samples = soak.samples
+    ends_s = max(soak.seconds, samples[-1].at_s if samples else 0.0, 1e-9)
     count = max(1, min(BINS_MAX, len(samples) // SAMPLES_EACH_MIN))
     filled: list[list[Sample]] = [[] for _ in range(count)]
     for sample in samples:
@@ -49,11 +98,12 @@ def bins_of(record: Record) -> Bins:
         hit_ratio=[_ratio(was, now) for was, now in zip(before, filled, strict=True)],
         resident={tier: [_resident(now, tier) for now in filled] for tier in tiers},
         quarantined=[max((each.quarantined for each in now), default=None) for now in filled],
+        memory_bytes=[max((each.memory_bytes for each in now), default=None) for now in filled],
         breakers={
             tier: [_worst(now, tier) for now in filled]
             for tier in (samples[-1].breakers if samples else ())
         },
-        faults=_faults(record, ends_s, count),
+        faults=_faults(soak, ends_s, count),
     )
 
 
@@ -93,10 +143,10 @@ def _worst(now: Sequence[Sample], tier: str) -> str | None:
     return max(states, key=STATES.index, default=None)
 
 
-def _faults(record: Record, ends_s: float, count: int) -> dict[str, list[int]]:
+def _faults(soak: Soak, ends_s: float, count: int) -> dict[str, list[int]]:
     """Count the faults under way in each bin, by kind."""
     found: dict[str, Counter[int]] = {}
-    for spell in record.spells:
+    for spell in soak.spells:
         first, last = _bin(spell.from_s, ends_s, count), _bin(spell.to_s, ends_s, count)
         found.setdefault(spell.kind, Counter()).update(range(first, last + 1))
     return {kind: [bins[n] for n in range(count)] for kind, bins in sorted(found.items())}

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from stress.report.page import faults_of, page_of
+from kvtier.tools.report.drawing import page_of_report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def print_verdict(record: Record) -> None:
     """Print all that one has to know, on one screen."""
     last = record.samples[-1] if record.samples else None
-    print(f"faults    {faults_of(record)}: {_counts(record.injected)}")
+    rate = record.injected_a_minute
+    much = "" if rate is None else f", {rate:,.0f} a minute"
+    print(f"faults    {record.injected_total:,} injected{much}: {_counts(record.injected)}")
     if last is not None:
         ratio = last.hits / last.lookups if last.lookups else 0.0
         print(
@@ -49,5 +51,6 @@ def _counts(counts: Mapping[str, int]) -> str:
 def write_report(record: Record, folder: Path) -> None:
     """Write ``report.json`` and ``report.html`` into a folder, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json.dumps(record.as_json(), indent=1) + "\n")
-    (folder / "report.html").write_text(page_of(record))
+    figures = record.as_json()
+    (folder / "report.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (folder / "report.html").write_text(page_of_report(figures, "report.json").html())

@@ -1,0 +1,53 @@
+"""``kvtier report``: draws a record, a replay or a soak as one page."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from kvtier.errors import Misuse
+
+
+def report(
+    file: str,
+    /,
+    *,
+    output: Annotated[str | None, Parameter(metavar="FILE", allow_leading_hyphen=True)] = None,
+    on_bad_line: Literal["stop", "skip"] = "stop",
+) -> None:
+    """Draw what was recorded, replayed or soaked, as one HTML page that needs nothing else.
+
+    The page has graphs over one time axis, tables, and at the top what matters most. It goes to
+    stdout unless --output is given. What the file is, is recognised by its content.
+
+    Parameters
+    ----------
+    file
+        a record (option record; gzip and zstd are recognised), the JSON file of kvtier replay, or
+        the report.json of a soak
+    output
+        write the page to FILE
+    on_bad_line
+        of a record: what to do with a line that is no request
+    """
+    from kvtier.plugin_api.atomic_file import write_named  # noqa: PLC0415 - heavy imports
+    from kvtier.tools.cli.trace_input import reading_in_sight  # noqa: PLC0415 - as above
+    from kvtier.tools.report.drawing import page_of_file  # noqa: PLC0415 - as above
+    from kvtier.tools.terminal import check_can_write  # noqa: PLC0415 - as above
+
+    if output is not None:
+        check_can_write(output)
+    elif sys.stdout.isatty():
+        raise Misuse(
+            "the page would go to the terminal. Redirect it (> page.html), or give --output FILE."
+        )
+    with reading_in_sight(f"reading {file}") as on_progress:
+        page = page_of_file(file, skips=on_bad_line == "skip", on_progress=on_progress)
+    html = page.html()
+    if output is None:
+        sys.stdout.write(html)
+    else:
+        write_named(output, lambda place: place.write_text(html, encoding="utf-8"))
+        print(f"Page: {output}")

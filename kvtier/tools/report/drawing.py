@@ -1,0 +1,99 @@
+"""Draws the page of a file: its content says whether it is a record, a replay or a soak."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kvtier.errors import Misuse
+from kvtier.tools.replay.trace_lines import TraceFile, TraceLines
+from kvtier.tools.report.policies_page import POLICIES, policies_page
+from kvtier.tools.report.record import read_record_untrusted
+from kvtier.tools.report.record_page import record_page
+from kvtier.tools.report.replay_page import REPLAY, replay_page
+from kvtier.tools.report.soak import SOAK
+from kvtier.tools.report.soak_page import soak_page
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kvtier.tools.report.page import Page
+
+REPORT_BYTES_MAX: Final = 1 << 28
+BAD_LINES_SHOWN_MAX: Final = 5
+
+_PAGES: Final = {REPLAY: replay_page, POLICIES: policies_page, SOAK: soak_page}
+"""What draws a JSON report, by what it says that it is."""
+
+_IS_TRACE: Final = (
+    "It is a trace, which has no results: play it with kvtier replay --json, and draw that."
+)
+_CAN_DRAW: Final = (
+    "It has to be a record of an engine's requests (the option record), what kvtier replay --json "
+    "writes, or the report.json of a soak."
+)
+
+
+def page_of_file(path: str, *, skips: bool, on_progress: Callable[[int, int], None]) -> Page:
+    """Read a file and return its page. Raises ``Misuse``.
+
+    ``skips``: go on behind the bad lines of a record. ``on_progress`` as ``read_trace`` has it.
+    """
+    try:
+        with Path(path).open("rb") as raw:
+            file = TraceFile(raw)
+            if file.is_record():
+                return _page_of_record(file, Path(path), on_progress, skips=skips)
+            text = file.read_all_untrusted(REPORT_BYTES_MAX)
+    except OSError as error:
+        raise Misuse(f"{path}: cannot be read: {error.strerror or error}.") from error
+    return page_of_report(_figures_untrusted(text, path), Path(path).name)
+
+
+def page_of_report(figures: Mapping[str, Any], name: str) -> Page:
+    """Return the page of a JSON report; ``name`` is that of its file. Raises ``Misuse``."""
+    said = figures.get("report", figures.get("format"))
+    draw = _PAGES.get(said) if isinstance(said, str) else None
+    if draw is None:
+        raise Misuse(f"{name}: there is no page of such a file. {_refusal(figures)}")
+    try:
+        return draw(figures, f"Drawn from {name}, a report of {said}.")
+    except (ValueError, KeyError, TypeError) as error:
+        raise Misuse(
+            f"{name}: is no whole report of {said} ({error}). Was another version of kvtier used?"
+        ) from error
+
+
+def _refusal(figures: object) -> str:
+    is_trace = isinstance(figures, dict) and not figures.keys().isdisjoint(("hash_ids", "blocks"))
+    return _IS_TRACE if is_trace else _CAN_DRAW
+
+
+def _page_of_record(
+    file: TraceFile, path: Path, on_progress: Callable[[int, int], None], *, skips: bool
+) -> Page:
+    lines = TraceLines(path, "recorded", None, skips=skips)
+    record = read_record_untrusted(file, lines, on_progress)
+    notes = []
+    if lines.bad_line_count:
+        shown = "; ".join(f"line {at}: {why}" for at, why in lines.bad_lines[:BAD_LINES_SHOWN_MAX])
+        notes.append(f"{lines.bad_line_count:,} bad lines of the record are left out: {shown}.")
+    source = f"Drawn from {path.name}, a record with blocks of {lines.block_tokens} tokens."
+    return record_page(record, f"kvtier record: {path.name}", source, notes)
+
+
+def _figures_untrusted(text: bytes, path: str) -> dict[str, Any]:
+    try:
+        figures = msgspec.json.decode(text)
+    except (ValueError, RecursionError) as error:
+        first = text.partition(b"\n")[0]
+        refusal = _CAN_DRAW
+        with suppress(ValueError, RecursionError):
+            refusal = _refusal(msgspec.json.decode(first))
+        raise Misuse(f"{path}: is not one JSON text ({error}). {refusal}") from error
+    if not isinstance(figures, dict):
+        raise Misuse(f"{path}: is not a JSON object. {_CAN_DRAW}")
+    return figures
