@@ -18,6 +18,7 @@ from kvtier.tools.replay import zstd_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from collections.abc import Set as AbstractSet
     from pathlib import Path
 
 OnBadLine = Literal["stop", "skip"]
@@ -269,9 +270,9 @@ class TraceLines:
         if line.startswith(HEADER_START):
             self._begin_record_untrusted(line)
             return None
-        return (
-            _event_untrusted(line) if line.startswith(_EVENT_START) else self._row_untrusted(line)
-        )
+        if line.startswith(_EVENT_START):
+            return self._event_untrusted(line)
+        return self._row_untrusted(line)
 
     def _begin_record_untrusted(self, line: bytes) -> None:
         """Take in the header of a record; one stands wherever a part of the record begins."""
@@ -284,6 +285,13 @@ class TraceLines:
                 f"{self.block_tokens} were recorded before, or set"
             )
         self.block_tokens = header.block_tokens
+
+    def _event_untrusted(self, line: bytes) -> RecordEvent:
+        row: RecordEvent = _decode_untrusted(_EVENT_DECODER, line)
+        if [bool(row.tier), bool(row.work)] != 2 * [row.event != "reset"]:
+            raise _BadLine("a reset has no tier and no work, and other events have both")
+        self._know_tiers({row.tier} - {""})
+        return row
 
     def _row_untrusted(self, line: bytes) -> RequestRow:
         if self.format_name == "auto":
@@ -303,9 +311,12 @@ class TraceLines:
     def _check_outcome(self, row: RecordedRow) -> None:
         if row.gpu_tokens > row.input_length:
             raise _BadLine("gpu_tokens is more than tokens")
-        if len(self._tiers | row.loaded_tokens.keys()) > TIERS_MAX:
-            raise _BadLine(f"loaded_tokens names more than {TIERS_MAX} tiers, with those before")
-        self._tiers.update(row.loaded_tokens)
+        self._know_tiers(row.loaded_tokens.keys())
+
+    def _know_tiers(self, names: AbstractSet[str]) -> None:
+        if len(self._tiers | names) > TIERS_MAX:
+            raise _BadLine(f"it names more than {TIERS_MAX} tiers, with those before")
+        self._tiers |= names
 
     def _note(self, number: int, what: str) -> None:
         if not self._skips:
@@ -322,13 +333,6 @@ def _check_arguments(name: str, block_tokens: int | None) -> None:
         raise TraceError(f"format={name!r} is unknown. Choose auto, {', '.join(sorted(FORMATS))}.")
     if block_tokens is not None and not 1 <= block_tokens <= BLOCK_TOKENS_MAX:
         raise TraceError(f"block_tokens={block_tokens} must be within 1 and {BLOCK_TOKENS_MAX}.")
-
-
-def _event_untrusted(line: bytes) -> RecordEvent:
-    row: RecordEvent = _decode_untrusted(_EVENT_DECODER, line)
-    if [bool(row.tier), bool(row.work)] != 2 * [row.event != "reset"]:
-        raise _BadLine("a reset has no tier and no work, and other events have both")
-    return row
 
 
 def _format_of_untrusted(line: bytes) -> str:

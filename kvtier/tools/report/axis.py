@@ -81,7 +81,13 @@ def _even(
 
 
 def _step_s(whole_s: float) -> int:
-    return next((each for each in _STEPS_S if whole_s / each < TICKS_MAX), _STEPS_S[-1])
+    for step_s in _STEPS_S:
+        if whole_s / step_s < TICKS_MAX:
+            return step_s
+    step_s = _STEPS_S[-1]
+    while whole_s / step_s >= TICKS_MAX:
+        step_s *= 2
+    return step_s
 
 
 def _tick(at_s: float, step_s: int) -> str:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from kvtier.tools.report.page import Page
 
+_MALFORMED: Final = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+"""What may come of a report that lacks something, or has something else there."""
+
 REPORT_BYTES_MAX: Final = 1 << 28
 BAD_LINES_SHOWN_MAX: Final = 5
 
@@ -61,7 +64,7 @@ def page_of_report(figures: Mapping[str, Any], name: str) -> Page:
         raise Misuse(f"{name}: there is no page of such a file. {_refusal(figures)}")
     try:
         return draw(figures, f"Drawn from {name}, a report of {said}.")
-    except (ValueError, KeyError, TypeError) as error:
+    except _MALFORMED as error:
         raise Misuse(
             f"{name}: is no whole report of {said} ({error}). Was another version of kvtier used?"
         ) from error
@@ -80,7 +83,7 @@ def _page_of_record(
     notes = []
     if lines.bad_line_count:
         shown = "; ".join(f"line {at}: {why}" for at, why in lines.bad_lines[:BAD_LINES_SHOWN_MAX])
-        notes.append(f"{lines.bad_line_count:,} bad lines of the record are left out: {shown}.")
+        notes.append(f"Bad lines that are left out: {lines.bad_line_count:,} ({shown}).")
     source = f"Drawn from {path.name}, a record with blocks of {lines.block_tokens} tokens."
     return record_page(record, f"kvtier record: {path.name}", source, notes)
 

@@ -76,7 +76,6 @@ class Strips:
     note: str
     rows: Mapping[str, Sequence[str | None]]
     styles: Mapping[str, str]  #: class of each word
-    has_legend: bool = True
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,8 @@ class Page:
         parts.append(self._figures())
         parts.append(f"<footer>{escape(self.source)}</footer>")
         return (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8" />'
+            '<meta name="viewport" content="width=device-width, initial-scale=1" />'
             f"<title>{escape(self.title)}</title><style>{style}</style></head>"
             f"<body><main>{''.join(parts)}</main></body></html>\n"
         )
@@ -202,9 +201,7 @@ def _described(series: Series, panel: Panel, axis: Axis) -> str:
 
 def _strips(strips: Strips, axis: Axis) -> str:
     words = {word for row in strips.rows.values() for word in row if word is not None}
-    legend = ""
-    if strips.has_legend:
-        legend = _legend((style, word) for word, style in strips.styles.items() if word in words)
+    legend = _legend((style, word) for word, style in strips.styles.items() if word in words)
     rows = "".join(
         f'<div class="row"><span>{escape(name)}</span>'
         f"{strip(name, _shares(row), [strips.styles.get(word or '') for word in row], axis)}</div>"

@@ -48,7 +48,9 @@ def _summary(record: Record) -> list[str]:
         f"({lasted(record.last_s - record.first_s)})."
     )
     if every.never_ran:
-        found.append(f"{every.never_ran:,} requests never ran; their prompts count as computed.")
+        found.append(
+            f"Requests that never ran: {every.never_ran:,}. Their prompts count as computed."
+        )
     found.append(_fault_sentence(record))
     return found
 

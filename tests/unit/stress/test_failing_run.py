@@ -20,6 +20,8 @@ from stress.__main__ import main
 from stress.runtime.layer import RuntimeLayer
 from stress.runtime.processes import children
 from tests.support.patience import until
+from tests.unit.tools._read_page import ReadPage
+from tests.unit.tools._shell import Shell
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -63,6 +65,11 @@ def missing_events() -> AbstractContextManager[object]:
 PLANTS = {each.__name__: each for each in (nothing, wrong_bytes, falling_counters, missing_events)}
 
 
+@pytest.fixture
+def kvtier(capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(capsys)
+
+
 @pytest.mark.parametrize(
     ("plant", "status", "said"),
     [
@@ -73,10 +80,12 @@ PLANTS = {each.__name__: each for each in (nothing, wrong_bytes, falling_counter
         pytest.param("nothing", 0, "PASSED    runtime, seed 8841", marks=pytest.mark.long),
     ],
 )
-def test_a_broken_promise_ends_the_run_with_its_seed(plant: str, status: int, said: str) -> None:
-    """Counts end the run, and no clock."""
+def test_a_broken_promise_ends_the_run_with_its_seed(
+    plant: str, status: int, said: str, tmp_path: Path, kvtier: Shell
+) -> None:
+    """Counts end the run, and no clock. Its page is what ``kvtier report`` draws of its JSON."""
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.unit.stress.test_failing_run", plant],
+        [sys.executable, "-m", "tests.unit.stress.test_failing_run", plant, str(tmp_path)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -86,11 +95,17 @@ def test_a_broken_promise_ends_the_run_with_its_seed(plant: str, status: int, sa
     assert ("FAILED    runtime, seed 8841" in ended.stderr) is bool(status)
     assert said in ended.stderr + ended.stdout
     assert "\n0 processes left" in ended.stdout
+    html = kvtier.shown("report", tmp_path / "report.json")
+    assert html == (tmp_path / "report.html").read_text()
+    page = ReadPage(html)
+    assert page.title == "kvtier soak: runtime, seed 8841"
+    assert page.verdict == ("failed" if status else "passed")
+    assert (said in "".join(page.root.itertext())) is bool(status)
 
 
 if __name__ == "__main__":
     with PLANTS[sys.argv[1]]():
-        ended_with = main(["--gate", "--seed", "8841", "--faults", "none"])
+        ended_with = main(["--gate", "--seed", "8841", "--faults", "none", "--report", sys.argv[2]])
     # On a busy machine a tier may have been killed at close, and take a moment to end.
     until(lambda: not children(), lambda: f"{len(children())} processes left")
     print("0 processes left")
