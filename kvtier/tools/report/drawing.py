@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +19,7 @@ from kvtier.tools.report.soak_page import soak_page
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvtier.tools.report.page import Page
+    from kvtier.tools.report.page import ReportPage
 
 _MALFORMED: Final = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """What may come of a report that lacks something, or has something else there."""
@@ -31,16 +30,13 @@ BAD_LINES_SHOWN_MAX: Final = 5
 _PAGES: Final = {REPLAY: replay_page, POLICIES: policies_page, SOAK: soak_page}
 """What draws a JSON report, by what it says that it is."""
 
-_IS_TRACE: Final = (
-    "It is a trace, which has no results: play it with kvtier replay --json, and draw that."
-)
 _CAN_DRAW: Final = (
     "It has to be a record of an engine's requests (the option record), what kvtier replay --json "
     "writes, or the report.json of a soak."
 )
 
 
-def page_of_file(path: str, *, skips: bool, on_progress: Callable[[int, int], None]) -> Page:
+def page_of_file(path: str, *, skips: bool, on_progress: Callable[[int, int], None]) -> ReportPage:
     """Read a file and return its page. Raises ``Misuse``.
 
     ``skips``: go on behind the bad lines of a record. ``on_progress`` as ``read_trace`` has it.
@@ -56,12 +52,12 @@ def page_of_file(path: str, *, skips: bool, on_progress: Callable[[int, int], No
     return page_of_report(_figures_untrusted(text, path), Path(path).name)
 
 
-def page_of_report(figures: Mapping[str, Any], name: str) -> Page:
+def page_of_report(figures: Mapping[str, Any], name: str) -> ReportPage:
     """Return the page of a JSON report; ``name`` is that of its file. Raises ``Misuse``."""
     said = figures.get("report", figures.get("format"))
     draw = _PAGES.get(said) if isinstance(said, str) else None
     if draw is None:
-        raise Misuse(f"{name}: there is no page of such a file. {_refusal(figures)}")
+        raise Misuse(f"{name}: there is no page of such a file. {_CAN_DRAW}")
     try:
         return draw(figures, f"Drawn from {name}, a report of {said}.")
     except _MALFORMED as error:
@@ -70,14 +66,9 @@ def page_of_report(figures: Mapping[str, Any], name: str) -> Page:
         ) from error
 
 
-def _refusal(figures: object) -> str:
-    is_trace = isinstance(figures, dict) and not figures.keys().isdisjoint(("hash_ids", "blocks"))
-    return _IS_TRACE if is_trace else _CAN_DRAW
-
-
 def _page_of_record(
     file: TraceFile, path: Path, on_progress: Callable[[int, int], None], *, skips: bool
-) -> Page:
+) -> ReportPage:
     lines = TraceLines(path, "recorded", None, skips=skips)
     record = read_record_untrusted(file, lines, on_progress)
     notes = []
@@ -89,14 +80,23 @@ def _page_of_record(
 
 
 def _figures_untrusted(text: bytes, path: str) -> dict[str, Any]:
+    if _is_trace_untrusted(text):
+        raise Misuse(
+            f"{path}: is a trace, which has no results. Play it with kvtier replay --json, and "
+            "draw that."
+        )
     try:
         figures = msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:
-        first = text.partition(b"\n")[0]
-        refusal = _CAN_DRAW
-        with suppress(ValueError, RecursionError):
-            refusal = _refusal(msgspec.json.decode(first))
-        raise Misuse(f"{path}: is not one JSON text ({error}). {refusal}") from error
+        raise Misuse(f"{path}: is not one JSON text ({error}). {_CAN_DRAW}") from error
     if not isinstance(figures, dict):
         raise Misuse(f"{path}: is not a JSON object. {_CAN_DRAW}")
     return figures
+
+
+def _is_trace_untrusted(text: bytes) -> bool:
+    try:
+        fields = msgspec.json.decode(text.partition(b"\n")[0], type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError):
+        return False
+    return not fields.keys().isdisjoint(("hash_ids", "blocks"))

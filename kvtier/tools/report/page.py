@@ -79,7 +79,7 @@ class Strips:
 
 
 @dataclass(frozen=True)
-class Table:
+class PageTable:
     """Rows of texts. The first column is text, the others are figures unless ``is_text``."""
 
     name: str
@@ -89,14 +89,14 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Page:
+class ReportPage:
     """All that a page says. ``axis`` is that of all its panels."""
 
     title: str
     summary: Sequence[str]  #: sentences: what most readers came for
     axis: Axis | None
     panels: Sequence[Panel | Strips]
-    tables: Sequence[Table]
+    tables: Sequence[PageTable]
     source: str  #: what the page was drawn from
     verdict: Literal["", "passed", "failed", "warned"] = ""
     failure: str = ""  #: in full, as it was printed
@@ -136,7 +136,7 @@ class Page:
             rows = panel.rows if isinstance(panel, Strips) else _written(panel)
             columns += [f"{panel.name}: {name}" if name else panel.name for name in rows]
             cells += [[value or "" for value in values] for values in rows.values()]
-        table = _table(Table("", columns, list(zip(*cells, strict=True))))
+        table = _table(PageTable("", columns, list(zip(*cells, strict=True))))
         return f"<details><summary>All that is drawn, as figures</summary>{table}</details>"
 
 
@@ -237,7 +237,7 @@ def _side(at: float) -> str:
     return ' class="last"' if at > 0.95 else ""
 
 
-def _table(table: Table) -> str:
+def _table(table: PageTable) -> str:
     caption = f"<caption>{escape(table.name)}</caption>" if table.name else ""
     head = ""
     if any(table.columns):

@@ -10,7 +10,7 @@ import msgspec
 
 from kvtier.tools.replay.curves import MIN
 from kvtier.tools.report.axis import Axis
-from kvtier.tools.report.page import REST, Page, Panel, Series, Table, percent
+from kvtier.tools.report.page import REST, PageTable, Panel, ReportPage, Series, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class _Point(msgspec.Struct):
     hit_ratio: float
 
 
-class _Trace(msgspec.Struct):
+class _ComparedTrace(msgspec.Struct):
     name: str
     references: int
     distinct_blocks: int
@@ -35,12 +35,12 @@ class Policies(msgspec.Struct):
     """A report on policies."""
 
     complete: bool
-    trace: _Trace
+    trace: _ComparedTrace
     endless_hit_ratio: float
     policies: dict[str, list[_Point]]
 
 
-def policies_page(figures: Mapping[str, Any], source: str) -> Page:
+def policies_page(figures: Mapping[str, Any], source: str) -> ReportPage:
     """Return the page of a report. Raises ``ValueError`` if it lacks something."""
     read = msgspec.convert(figures, Policies)
     capacities = sorted(
@@ -60,7 +60,7 @@ def policies_page(figures: Mapping[str, Any], source: str) -> Page:
         for name, row in ratios.items()
     ]
     series.append(Series(ENDLESS, [read.endless_hit_ratio] * len(capacities), REST))
-    return Page(
+    return ReportPage(
         title=f"kvtier replay, policies: {read.trace.name}",
         summary=_summary(read, capacities, ratios),
         axis=_axis(capacities) if capacities else None,
@@ -115,11 +115,11 @@ def _table(
     read: Policies,
     capacities: Sequence[tuple[int, float]],
     ratios: Mapping[str, Mapping[int, float]],
-) -> Table:
+) -> PageTable:
     columns = ["policy", *(f"{blocks:,} ({percent(share)})" for blocks, share in capacities)]
     rows = [
         [name, *(percent(row[blocks]) if blocks in row else "" for blocks, _ in capacities)]
         for name, row in ratios.items()
     ]
     name = f"Hit ratio, by blocks of capacity (share of {read.trace.distinct_blocks:,})"
-    return Table(name, columns, rows)
+    return PageTable(name, columns, rows)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtier.tools.report.axis import clock_axis, lasted, moment
-from kvtier.tools.report.page import REST, Page, Panel, Series, Strips, Table, percent, whole
+from kvtier.tools.report.page import (
+    REST,
+    PageTable,
+    Panel,
+    ReportPage,
+    Series,
+    Strips,
+    percent,
+    whole,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,10 +30,10 @@ NO_WORK: Final = "no work done"
 RESET: Final = "reset"
 
 
-def record_page(record: Record, title: str, source: str, notes: Sequence[str] = ()) -> Page:
+def record_page(record: Record, title: str, source: str, notes: Sequence[str] = ()) -> ReportPage:
     """Return the page. ``notes``: sentences of what was wrong with the file."""
     bins = record.bins
-    return Page(
+    return ReportPage(
         title=title,
         summary=[*_summary(record), *notes],
         axis=clock_axis(record.begins_s, record.bin_s, len(bins)),
@@ -145,16 +154,16 @@ def _tiers(record: Record, count: int) -> Strips:
     return Strips("Faults", note, rows, {NO_WORK: "OPEN", RESET: "a"})
 
 
-def _totals(record: Record) -> Table:
+def _totals(record: Record) -> PageTable:
     every = record.all
     tokens = every.tokens or 1
     sources = [(tier, every.loaded[tier]) for tier in _tiers_of(record)]
     sources += [(ON_GPU, every.gpu), (COMPUTED, every.computed), ("all", every.tokens)]
     rows = [(name, f"{each:,}", percent(each / tokens)) for name, each in sources if each]
-    return Table("Prompt tokens", ("from", "tokens", "share"), rows)
+    return PageTable("Prompt tokens", ("from", "tokens", "share"), rows)
 
 
-def _shapes(every: Bin) -> Table:
+def _shapes(every: Bin) -> PageTable:
     measured: list[tuple[str, Spread, Callable[[float], str]]] = [
         ("prompt, tokens", every.prompt, whole),
         ("answer, tokens", every.answer, whole),
@@ -166,13 +175,13 @@ def _shapes(every: Bin) -> Table:
         found = [spread.percentile(each) for each in (50, 90, 99)]
         if None not in found:
             rows.append((name, *(shown(each) for each in found if each is not None)))
-    return Table("Requests", ("", "p50", "p90", "p99"), rows)
+    return PageTable("Requests", ("", "p50", "p90", "p99"), rows)
 
 
-def _faults(record: Record) -> Table:
+def _faults(record: Record) -> PageTable:
     rows = [_fault_row(each) for each in record.faults[:FAULTS_SHOWN_MAX]]
     shown = f"The {FAULTS_SHOWN_MAX} longest faults" if record.fault_count > len(rows) else "Faults"
-    return Table(shown, ("tier", "did no", "from (UTC)", "for"), rows, is_text=True)
+    return PageTable(shown, ("tier", "did no", "from (UTC)", "for"), rows, is_text=True)
 
 
 def _fault_row(fault: RecordFault) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import msgspec
 from kvtier.tools.replay import report_tables
 from kvtier.tools.replay.report import FORMAT, problems_in
 from kvtier.tools.report.axis import BINS_MAX, elapsed_axis, lasted
-from kvtier.tools.report.page import REST, Page, Panel, Series, Table, percent, whole
+from kvtier.tools.report.page import REST, PageTable, Panel, ReportPage, Series, percent, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class _Requests(msgspec.Struct):
     computed_tokens: int
 
 
-class _Trace(msgspec.Struct):
+class _PlayedTrace(msgspec.Struct):
     name: str
     seconds: float
 
@@ -60,7 +60,7 @@ class Replay(msgspec.Struct):
 
     partial: bool
     warnings: list[str]
-    trace: _Trace
+    trace: _PlayedTrace
     requests: _Requests
     tiers: list[_Tier]
     first_token_s: _FirstToken
@@ -68,18 +68,18 @@ class Replay(msgspec.Struct):
     over_time: list[_Interval]
 
 
-def replay_page(figures: Mapping[str, Any], source: str) -> Page:
+def replay_page(figures: Mapping[str, Any], source: str) -> ReportPage:
     """Return the page of a report. Raises ``ValueError`` or ``KeyError`` if it lacks something."""
     replay = msgspec.convert(figures, Replay)
     problems = problems_in(figures)
     bins, bin_s = _bins(replay)
-    return Page(
+    return ReportPage(
         title=f"kvtier replay: {replay.trace.name}",
         summary=_summary(replay, problems),
         axis=elapsed_axis(bin_s * len(bins), len(bins)) if bins else None,
         panels=_panels(replay, bins, bin_s),
         tables=[
-            Table(each.title, each.columns, [[*map(str, row)] for row in each.rows])
+            PageTable(each.title, each.columns, [[*map(str, row)] for row in each.rows])
             for each in report_tables.tables(figures)
         ],
         source=source,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kvtier.tools.report.axis import elapsed_axis, lasted
-from kvtier.tools.report.page import Page, Panel, Series, Strips, Table, number, percent
+from kvtier.tools.report.page import PageTable, Panel, ReportPage, Series, Strips, number, percent
 from kvtier.tools.report.soak import STATES, Bins, Soak, bins_of
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ MANY: Final = 4
 _AT_ONCE: Final = {**{f"{each}": f"f{each}" for each in range(1, MANY)}, f"{MANY} or more": "f4"}
 
 
-def soak_page(figures: Mapping[str, Any], source: str) -> Page:
+def soak_page(figures: Mapping[str, Any], source: str) -> ReportPage:
     """Return the page of a record. Raises ``ValueError`` if it lacks something."""
     soak = msgspec.convert(figures, Soak)
     bins = bins_of(soak)
-    return Page(
+    return ReportPage(
         title=f"kvtier soak: {soak.layer}, seed {soak.seed}",
         summary=_summary(soak),
         axis=elapsed_axis(bins.ends_s, bins.count, shaded_from_s=soak.faults_ended_s or None),
@@ -97,15 +97,15 @@ def _faults(bins: Bins) -> Strips:
     return Strips("Faults", note, rows, _AT_ONCE)
 
 
-def _tables(soak: Soak) -> list[Table]:
+def _tables(soak: Soak) -> list[PageTable]:
     tables = [_counts("Injected", soak.injected)]
     tables += [_counts(f"Noticed by {tier}", counts) for tier, counts in soak.noticed.items()]
     tables.append(_counts("Figures", soak.figures))
-    tables.append(Table("After the faults", (), list(soak.checks.items()), is_text=True))
+    tables.append(PageTable("After the faults", (), list(soak.checks.items()), is_text=True))
     return tables
 
 
-def _counts(name: str, counts: Mapping[str, float]) -> Table:
-    return Table(
+def _counts(name: str, counts: Mapping[str, float]) -> PageTable:
+    return PageTable(
         name, (), [(each, number(count)) for each, count in sorted(counts.items()) if count]
     )

@@ -358,8 +358,11 @@ def test_a_record_that_is_cut_is_refused_or_drawn_as_far_as_it_goes(
         ('{"report": ["kvtier soak"]}', "there is no page of such a file"),
         ('{"report": "kvtier soak", "layer": 5}', "is no whole report of kvtier soak"),
         ('{"format": "kvtier-replay", "partial": 1}', "is no whole report of kvtier-replay"),
-        ('{"timestamp": 1, "hash_ids": [1]}\n{"timestamp": 2, "hash_ids": [1]}', "It is a trace"),
-        ('{"time_s": 1, "tokens": 16, "blocks": [1]}', "It is a trace"),
+        (
+            '{"timestamp": 1, "hash_ids": [1]}\n{"timestamp": 2, "hash_ids": [1]}',
+            "has no results",
+        ),
+        ('{"time_s": 1, "tokens": 16, "blocks": [1]}', "has no results"),
         ('{"kvtier_record":1,"block_tokens":32}\n', "holds no request"),
         ('{"kvtier_record":2,"block_tokens":32}\n', "line 1: "),
     ],
