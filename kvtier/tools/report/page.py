@@ -174,7 +174,7 @@ def _panel(panel: Panel, axis: Axis) -> str:
         axis,
     )
     legend = _legend((style, each.name) for each, style in styled if each.name and each.known)
-    scale = f"{panel.unit}, 0 to {panel.shown(top)}"
+    scale = f"0 to {panel.shown(top)} {panel.unit}"
     return f"<h2>{escape(panel.name)} <small>{escape(scale)}</small></h2>{legend}{picture}"
 
 

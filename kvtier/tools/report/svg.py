@@ -101,5 +101,5 @@ def _svg(style: str, title: str, text: str, axis: Axis, drawn: Sequence[str]) ->
     return (
         f'<svg class="{style}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" '
         f'role="img"><title>{escape(title)}</title><desc>{escape(text)}</desc>'
-        f"{shade}{''.join(drawn)}{ticks}</svg>"
+        f"{shade}{ticks}{''.join(drawn)}</svg>"
     )
