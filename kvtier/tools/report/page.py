@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 STYLES: Final = "abcdef"
 """Classes of series, in order; with more of them, colours come again."""
 
+NARROW_TICKS_MAX: Final = 6
+"""Of more ticks, a narrow page has the labels of every second one."""
+
 REST: Final = "g"
 """Of what is left over, which no tier had."""
 
@@ -133,9 +136,9 @@ class ReportPage:
         columns = [axis.name]
         cells: list[list[str]] = [list(axis.labels)]
         for panel in shown:
-            rows = panel.rows if isinstance(panel, Strips) else _written(panel)
-            columns += [f"{panel.name}: {name}" if name else panel.name for name in rows]
-            cells += [[value or "" for value in values] for values in rows.values()]
+            for name, values in _written(panel):
+                columns.append(f"{panel.name}: {name}" if name else panel.name)
+                cells.append([value or "" for value in values])
         table = _table(PageTable("", columns, list(zip(*cells, strict=True))))
         return f"<details><summary>All that is drawn, as figures</summary>{table}</details>"
 
@@ -146,12 +149,14 @@ def _has_something(panel: Panel | Strips) -> bool:
     return any(each.known for each in panel.series)
 
 
-def _written(panel: Panel) -> dict[str, list[str | None]]:
-    """Return a panel's values as they are written, by the names of the series."""
-    return {
-        each.name: [None if value is None else panel.shown(value) for value in each.values]
+def _written(panel: Panel | Strips) -> list[tuple[str, Sequence[str | None]]]:
+    """Return the names of a panel's series or rows, with their values as they are written."""
+    if isinstance(panel, Strips):
+        return list(panel.rows.items())
+    return [
+        (each.name, [None if value is None else panel.shown(value) for value in each.values])
         for each in panel.series
-    }
+    ]
 
 
 def _graph(panel: Panel | Strips, axis: Axis) -> str:
@@ -227,7 +232,8 @@ def _axis(axis: Axis) -> str:
         f'<span style="left:{100 * at:.2f}%"{_side(at)}>{escape(label)}</span>'
         for at, label in axis.ticks
     )
-    return f'<div class="axis" aria-hidden="true">{marks}</div>'
+    style = "axis many" if len(axis.ticks) > NARROW_TICKS_MAX else "axis"
+    return f'<div class="{style}" aria-hidden="true">{marks}</div>'
 
 
 def _side(at: float) -> str:

@@ -115,7 +115,13 @@ def _sources(record: Record, bins: Sequence[Bin]) -> list[Panel]:
             [*tiers, *gpu, computed],
             "stack",
         ),
-        Panel("Prefill avoided", "of the prompt tokens needed no prefill", avoided, top=1.0, shown=percent),
+        Panel(
+            "Prefill avoided",
+            "of the prompt tokens needed no prefill",
+            avoided,
+            top=1.0,
+            shown=percent,
+        ),
     ]
 
 
