@@ -45,9 +45,13 @@ def report(
         )
     with reading_in_sight(f"reading {file}") as on_progress:
         page = page_of_file(file, skips=on_bad_line == "skip", on_progress=on_progress)
-    html = page.html()
-    if output is None:
-        sys.stdout.write(html)
-    else:
-        write_named(output, lambda place: place.write_text(html, encoding="utf-8"))
+    html = page.html().encode(errors="replace")  # a file's name may hold what is not UTF-8
+    if output is not None:
+        write_named(output, lambda place: place.write_bytes(html))
         print(f"Page: {output}")
+        return
+    try:
+        sys.stdout.buffer.write(html)
+        sys.stdout.flush()
+    except OSError as error:
+        raise Misuse(f"stdout cannot be written: {error.strerror or error}.") from error

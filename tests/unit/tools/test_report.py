@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import tracemalloc
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvtier.recording.recorder import Happened, Record, Recorder
-from kvtier.tools.cli.exit_status import INTERRUPTED
+from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
 from kvtier.tools.cli.main import main
 from kvtier.tools.report import record as record_module
 from kvtier.tools.report.axis import BINS_MAX, clock_axis, elapsed_axis, lasted
@@ -22,8 +25,6 @@ from tests.unit.tools._read_page import ReadPage
 from tests.unit.tools.test_replay_cli import write_trace
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.unit.tools._shell import Shell
 
 NOON_S = 1_764_417_600.0  #: 2025-11-29 12:00:00 UTC
@@ -322,6 +323,26 @@ def test_the_page_goes_to_a_file_whole_or_not_at_all(
     monkeypatch.setattr(record_module.Record, "add", interrupted)
     kvtier.shown("report", record, "--output", output, status=INTERRUPTED)
     assert (output.read_text(), sorted(tmp_path.iterdir())) == (page, before)
+
+
+def test_a_name_that_is_not_utf_8_does_not_matter(record: Path, kvtier: Shell) -> None:
+    other = record.rename(record.with_name("\udcff.zst"))
+    assert page_of(kvtier, other).title == "kvtier record: ?.zst"
+
+
+def test_a_full_disk_behind_stdout_is_said(record: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        run = subprocess.run(
+            [sys.executable, "-m", "kvtier", "report", str(record)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (run.returncode, run.stderr) == (
+        BAD_INPUT,
+        "kvtier report: stdout cannot be written: No space left on device.\n",
+    )
 
 
 def test_no_page_goes_to_a_terminal(
