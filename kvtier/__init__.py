@@ -18,6 +18,9 @@ from kvtier.runtime import open_runtime as open_runtime
 from kvtier.settings.runtime_config import RuntimeConfig as RuntimeConfig
 from kvtier.settings.runtime_config import TierConfig as TierConfig
 
+__version__ = "0.1.0.dev0"
+"""The only place of it: the package's metadata is made of it."""
+
 __all__ = [
     "Closed",
     "ConfigError",

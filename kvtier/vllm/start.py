@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from kvtier import __version__
 from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.log import log
 from kvtier.runtime import open_runtime, wait_for_servers
@@ -82,7 +82,7 @@ def _say_ready(
     away = [tier.name for tier in tiers if tier.breaker == BreakerState.DISABLED.name]
     log.info(
         "kvtier is ready",
-        version=version("kvtier"),
+        version=__version__,
         blocks=config.slot_count,
         block_bytes=config.block_bytes,
         eviction_policy=config.eviction_policy,

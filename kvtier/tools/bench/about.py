@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import version
+
+from kvtier import __version__
 
 
 def about_machine() -> dict[str, str | int]:
     """Return versions, and the kind of machine."""
     return {
-        "kvtier_version": version("kvtier"),
+        "kvtier_version": __version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count() or 0,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from cyclopts import App, CycloptsError
 
+from kvtier import __version__
 from kvtier.errors import Misuse
 from kvtier.plugin_api.log import default_processors
 from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
@@ -93,13 +94,11 @@ def _log_on_stderr() -> Iterator[None]:
 
 def version() -> str:
     """Return the versions of kvtier, Python and vLLM, in one line."""
-    from importlib import metadata  # noqa: PLC0415 - a fifth of the import time
-
-    from kvtier.settings.vllm_releases import installed  # noqa: PLC0415 - as above
+    from kvtier.settings.vllm_releases import installed  # noqa: PLC0415 - only if it is asked for
 
     vllm = " ".join(installed() or ("no", "vLLM"))
     python = ".".join(str(part) for part in sys.version_info[:3])
-    return f"kvtier {metadata.version('kvtier')} (Python {python}, {vllm})"
+    return f"kvtier {__version__} (Python {python}, {vllm})"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from hashlib import blake2b
-from importlib.metadata import version
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, get_args
 
@@ -18,6 +17,7 @@ import vllm
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
+from kvtier import __version__
 from kvtier.core.metrics import (
     ABSENT_SECONDS,
     BREAKER,
@@ -408,7 +408,7 @@ class MetricsExporter:
         config = self._config
         named = blake2b(repr(config).encode(), digest_size=4).hexdigest()
         tiers = ",".join(tier.name for tier in config.tiers)
-        self._set(sample, INFO.name, 1, (version("kvtier"), vllm.__version__, tiers, named))
+        self._set(sample, INFO.name, 1, (__version__, vllm.__version__, tiers, named))
         primary_bytes = slot_count * config.block_bytes
         self._set(sample, CAPACITY.name, primary_bytes, _PRIMARY_LABEL)
 

@@ -7,21 +7,22 @@ import os
 import pty
 import subprocess
 import sys
-from importlib import metadata
+import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kvtier import __version__
 from kvtier.tools.cli import check
 from kvtier.tools.cli.exit_status import INTERRUPTED
 from tests.unit.backends.disk._disk import open_disk
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.unit.tools._shell import Shell
 
 BLOCKS = 12
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -78,9 +79,15 @@ def test_purge_of_all_removes_when_it_may(
     assert kvtier("ls", folder)["blocks"] == 0
 
 
+def test_the_version_stands_in_one_place_which_a_clone_has_too() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "kvtier.__version__"}
+
+
 def test_the_version_names_kvtier_python_and_vllm(kvtier: Shell) -> None:
     line = kvtier.shown("--version")
-    assert line.startswith(f"kvtier {metadata.version('kvtier')} (Python 3.")
+    assert line.startswith(f"kvtier {__version__} (Python 3.")
     assert "vllm" in line.lower()
 
 
