@@ -22,7 +22,7 @@ MAY_IMPORT = {  # all may import errors; nobody imports tools, which may import 
     "hosts": {"plugin_api", "core", "settings", "tier"},
     "runtime": {"plugin_api", "core", "settings", "engine", "hosts"},
     "recording": {"plugin_api"},
-    "vllm": {"plugin_api", "core", "settings", "engine", "runtime", "recording"},
+    "vllm": {"plugin_api", "core", "settings", "engine", "runtime", "recording", "kvtier"},
     "testing": {"plugin_api"},
     "backends": {"plugin_api"},
     "kvtier": {"plugin_api", "settings", "engine", "runtime"},  # what it publishes
