@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 from cyclopts import Parameter
 
 from kvtier.errors import ConfigError
+from kvtier.tools.cli.options import File  # noqa: TC001 - read when the command starts
 from kvtier.tools.sizing.geometry import read_geometry
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ BLOCK_TOKENS: Final = 16
 class EngineArguments:
     """Arguments of vLLM, by their names there, and what ``{dp_rank}`` stands for."""
 
-    model: Annotated[str | None, Parameter(metavar="MODEL")] = None
+    model: Annotated[File | None, Parameter(metavar="MODEL")] = None
     """finds weights that nothing tells from others; a folder with its config.json also says how
     large a block is"""
 

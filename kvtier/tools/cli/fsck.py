@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import Parameter
 
 from kvtier.tools.cli.exit_status import INTERRUPTED
-from kvtier.tools.cli.options import Json, StoragePlace
+from kvtier.tools.cli.options import File, Json, StoragePlace
 
 if TYPE_CHECKING:
     from kvtier.plugin_api.offline import Verified
@@ -21,7 +21,7 @@ def fsck(
     /,
     *,
     repair: bool = False,
-    encryption_key_file: Annotated[str | None, Parameter(metavar="FILE")] = None,
+    encryption_key_file: Annotated[File | None, Parameter(metavar="FILE")] = None,
     json: Json = None,
 ) -> int:
     """Verify a tier's folder: every header, every table, every block's checksum.

@@ -16,6 +16,7 @@ from cyclopts import App, CycloptsError
 from kvtier import __version__
 from kvtier.errors import Misuse
 from kvtier.plugin_api.log import default_processors
+from kvtier.tools.cli.completion import add_completion
 from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
 from kvtier.tools.cli.options import DEFAULTS
 
@@ -70,6 +71,7 @@ def make_app() -> App:
     )
     for name in COMMANDS:
         app.command(getattr(import_module(f"kvtier.tools.cli.{name}"), name), name=name)
+    add_completion(app)
     return app
 
 

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    File = str
+else:
+    from pathlib import Path
+
+    File = str | Path
+    """A string, always; that it might be a path has shells complete the names of files."""
 
 
 def _shown_default(value: object) -> str | None:
@@ -17,7 +25,7 @@ DEFAULTS: Final = Parameter(negative=(), show_default=_shown_default, allow_repe
 """Of every option: a flag has no opposite, since all are off by default; the last value counts."""
 
 Json = Annotated[
-    str | None,
+    File | None,
     Parameter(
         metavar="FILE",
         allow_leading_hyphen=True,
@@ -27,13 +35,13 @@ Json = Annotated[
 """Where to write figures, for commands that can write them to stdout."""
 
 JsonFile = Annotated[
-    str | None,
+    File | None,
     Parameter(metavar="FILE", allow_leading_hyphen=True, help="write all figures to FILE, as JSON"),
 ]
 """The same for the others."""
 
 StoragePlace = Annotated[
-    str,
+    File,
     Parameter(
         help="the folder: a disk tier's path, or an fs tier's root_dir; an address such as "
         "redis://host:port or s3://bucket/prefix; or the tier's entry of secondary_tiers as JSON"
@@ -68,7 +76,7 @@ class TraceOptions:
 class TierOptions:
     """The tiers that a trace is played on."""
 
-    config: Annotated[str | None, Parameter(metavar="FILE")] = None
+    config: Annotated[File | None, Parameter(metavar="FILE")] = None
     """kv_connector_extra_config as JSON, as vLLM gets it; what surrounds it is ignored"""
 
     dram: Annotated[str | None, Parameter(metavar="SIZE")] = None
@@ -127,7 +135,7 @@ class PolicyOptions:
 class ModelOptions:
     """The model whose KV cache is sized."""
 
-    model: Annotated[str | None, Parameter(metavar="PATH")] = None
+    model: Annotated[File | None, Parameter(metavar="PATH")] = None
     """the model's config.json, or the folder with it"""
 
     layers: Count = None
@@ -163,7 +171,7 @@ class TiersOptions:
 class WorkloadOptions:
     """The requests that the tiers are for."""
 
-    trace: Annotated[str | None, Parameter(metavar="FILE")] = None
+    trace: Annotated[File | None, Parameter(metavar="FILE")] = None
     """a trace of requests; gzip and zstd are recognised"""
 
     policy: Annotated[str | None, Parameter(metavar="NAME")] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtier.tools.cli.options import (
     EngineOptions,
+    File,
     JsonFile,
     PolicyOptions,
     TierOptions,
@@ -12,7 +13,7 @@ from kvtier.tools.cli.options import (
 
 
 def replay(
-    trace: str,
+    trace: File,
     /,
     *,
     reading: TraceOptions = TraceOptions(),

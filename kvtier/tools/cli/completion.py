@@ -1,0 +1,72 @@
+"""Completion of commands, options and files by the user's shell: its script, and where it goes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from cyclopts.completion.detect import ShellDetectionError, detect_shell
+
+from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cyclopts import App
+
+Shell = Literal["bash", "zsh", "fish"]
+
+
+def add_completion(app: App) -> None:
+    """Add the two commands to all others."""
+
+    def install(shell: Shell | None = None) -> int:
+        """Have your shell complete commands, options and files, by a script.
+
+        The script goes where the shell looks for it, below the home folder; bash and zsh get a line
+        in .bashrc or .zshrc, once. Run it again after an upgrade.
+
+        Parameters
+        ----------
+        shell
+            bash, zsh or fish; by default the one that runs the command
+        """
+        shell = shell or _running()
+        try:
+            path = app.install_completion(shell=shell)
+            path.write_text(_script(app, shell))
+        except OSError as problem:
+            raise ConfigError(
+                f"{problem.filename} cannot be written ({problem.strerror}). Write the script "
+                f"elsewhere: kvtier --show-completion {shell} > FILE"
+            ) from problem
+        print(f"{path}: written. Start {shell} again, and press the tab key.")
+        return 0
+
+    def show(shell: Shell | None = None) -> int:
+        """Print the script that completes commands, for a package or a place of your own.
+
+        Parameters
+        ----------
+        shell
+            bash, zsh or fish; by default the one that runs the command
+        """
+        print(_script(app, shell or _running()))
+        return 0
+
+    app.command(install, name="--install-completion")
+    app.command(show, name="--show-completion")
+
+
+def _script(app: App, shell: Shell) -> str:
+    script = app.generate_completion(shell=shell)
+    # Else bash takes a folder for a whole word, and goes on behind a space.
+    return script.replace("\ncomplete -F ", "\ncomplete -o filenames -F ")
+
+
+def _running() -> Shell:
+    """Return the shell that runs the command. Raises ``ConfigError``."""
+    try:
+        found = detect_shell()
+    except ShellDetectionError:
+        found = None
+    if found is None or found == "powershell":
+        raise ConfigError("The shell is not known. Name it: bash, zsh or fish.")
+    return found
