@@ -190,6 +190,13 @@ class Offline(ABC):
     def list(self, progress: ShowProgress) -> Contents:
         """Count the blocks by namespace."""
 
+    def describe(self, progress: ShowProgress) -> Mapping[str, Mapping[str, Any]]:  # noqa: ARG002 - for those that can
+        """Return what the description of each namespace names, without a look at any block.
+
+        Raises ``ConfigError`` also if the storage does not let this user list it.
+        """
+        raise ConfigError(f"{self.place} can't list its namespaces without its blocks.")
+
     @abstractmethod
     def remove(self, selection: Selection, progress: ShowProgress, *, dry: bool) -> Removed:
         """Remove the selected blocks, so that nothing finds them; if ``dry``, count them."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvtier.plugin_api.backend import BackendContext
 
+FORMAT: Final = "kvtier-fs"
 FORMAT_VERSION: Final = 1
 KVTIER_SUFFIX: Final = ".kv"
 VLLM_SUFFIX: Final = ".bin"
@@ -76,7 +77,7 @@ class KvtierLayout(Layout):
 
     def __init__(self, root: str, context: BackendContext) -> None:
         base = namespace_name(context)
-        super().__init__(root, base, base, describe("kvtier-fs", FORMAT_VERSION, context))
+        super().__init__(root, base, base, describe(FORMAT, FORMAT_VERSION, context))
 
     def name(self, key: bytes) -> str:
         """Return the file of ``key``; a long key is filed under its hash."""

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from kvtier_backends.redis.redis_options import RedisOptions
 
 NAMES_AT_ONCE: Final = 512
+NAMES_AT_ONCE_UNREAD: Final = 4096
+"""Where few of them are of interest: a server looks at so many in about a millisecond."""
+
+MAY_NOT: Final = "NoPermissionError"
 DESCRIPTION: Final = b"description"
 _HEX: Final = re.compile(rb"(?:[0-9a-f]{2})+")
 
@@ -73,6 +77,22 @@ class RedisStorage(ServerStorage):
         return found
 
     @override
+    async def _describe(self, advance: Callable[[int], None]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        try:
+            async for run, names in _walk(
+                self._client, self._given, b":" + DESCRIPTION, NAMES_AT_ONCE_UNREAD
+            ):
+                advance(len(names))
+                for namespace, name in _descriptions(names):
+                    found[namespace] = await _facts_untrusted(run, name)
+        except ServerRefused as refused:
+            if refused.kind != MAY_NOT:
+                raise
+            raise ConfigError(f"{refused} (give the ACL user +scan +strlen)") from None
+        return found
+
+    @override
     async def _remove(
         self, selection: Selection, advance: Callable[[int], None], *, dry: bool
     ) -> tuple[dict[str, NamespaceBlocks], int]:
@@ -101,16 +121,26 @@ _Names = dict[bytes, tuple[str, bytes]]
 """Names, each with its namespace and the rest of the name."""
 
 
-async def _walk(client: RedisClient, given: RedisOptions) -> AsyncIterator[tuple[Commands, _Names]]:
-    """Yield our names, each once, and the function that runs commands on their server."""
+async def _walk(
+    client: RedisClient,
+    given: RedisOptions,
+    ending: bytes = b"",
+    names_at_once: int = 0,
+) -> AsyncIterator[tuple[Commands, _Names]]:
+    """Yield our names, each once, and the function that runs commands on their server.
+
+    ``ending``: of the names that are meant. ``names_at_once``: which the server looks at in a step;
+    0: ``NAMES_AT_ONCE``.
+    """
     topology = await discover(client, given)
     stem = f"{given.key_prefix}:".encode()
+    pattern, count = stem + b"*" + ending, str(names_at_once or NAMES_AT_ONCE)
     for address in sorted(topology.addresses):
         seen: set[int] = set()  # a server that grows its table may return a name twice
         async with client.commanding(address) as run:
             cursor = b"0"
             while True:
-                scan = ("SCAN", cursor, "MATCH", stem + b"*", "COUNT", str(NAMES_AT_ONCE))
+                scan = ("SCAN", cursor, "MATCH", pattern, "COUNT", count)
                 (answer,) = await run([scan])
                 if isinstance(answer, ServerRefused):
                     raise answer

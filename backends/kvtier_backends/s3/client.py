@@ -168,6 +168,13 @@ class S3Client:
                 for each in page
             ]
 
+    async def folders(self, prefix: str) -> Sequence[str]:
+        """Return what stands between this and the next slash in objects' names, each once."""
+        self._sent.add("requests_list")
+        library, store = self._library, self._store
+        found = await _call(lambda: library.list_with_delimiter_async(store, prefix or None))
+        return [each.rpartition("/")[2] for each in found["common_prefixes"]]
+
     async def remove(self, names: Sequence[str]) -> None:
         """Remove these objects. Missing ones are not an error."""
         self._sent.add("requests_delete")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from typing_extensions import override
 
+from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier.plugin_api.offline import NamespaceBlocks
 from kvtier_backends.s3.client import S3Client, make_store
@@ -82,6 +83,22 @@ class S3Storage(ServerStorage):
                     blocks.add(each.key, each.size, each.stored_s)
             advance(len(found))
         return held
+
+    @override
+    async def _describe(self, advance: Callable[[int], None]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        try:
+            folders = await self._client.folders(self._address.prefix)
+            advance(len(folders))
+            for namespace in filter(_NAMESPACE.fullmatch, folders):
+                name = self._address.below(f"{namespace}/{DESCRIPTION}")
+                found[namespace] = await _facts_untrusted(self._client, name)
+                advance(1)
+        except RequestFailed as refused:
+            if refused.failure is not Failure.DENIED:
+                raise
+            raise ConfigError(f"{refused} (give the user s3:ListBucket)") from None
+        return found
 
     @override
     async def _remove(

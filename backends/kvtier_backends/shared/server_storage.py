@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
 from kvtier.plugin_api.offline import Contents, NamespaceBlocks, Offline, Removed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvtier.plugin_api.offline import Selection
     from kvtier.plugin_api.progress import ShowProgress
@@ -33,6 +33,10 @@ class ServerStorage(Offline):
         """Return the blocks by namespace. ``advance``: called with each number of names."""
 
     @abstractmethod
+    async def _describe(self, advance: Callable[[int], None]) -> dict[str, dict[str, Any]]:
+        """Return the facts of each namespace. ``advance``: called with each answer's names."""
+
+    @abstractmethod
     async def _remove(
         self, selection: Selection, advance: Callable[[int], None], *, dry: bool
     ) -> tuple[dict[str, NamespaceBlocks], int]:
@@ -46,6 +50,11 @@ class ServerStorage(Offline):
         with progress("looking at names", None) as bar:
             held = asyncio.run(self._list(bar.advance))
         return Contents([*held.values()])
+
+    @override
+    def describe(self, progress: ShowProgress) -> Mapping[str, Mapping[str, Any]]:
+        with progress("looking for namespaces", None) as bar:
+            return asyncio.run(self._describe(bar.advance))
 
     @override
     def remove(self, selection: Selection, progress: ShowProgress, *, dry: bool) -> Removed:

@@ -178,7 +178,7 @@ LISTED_BY_ALL: Final = Rule(
 NAMESPACES_APART: Final = Rule(
     "namespaces-apart",
     Severity.NOTE,
-    "Engines of one model that differ in this share the folder's room, but none of its blocks.",
+    "Engines of one model that differ in this share the storage's room, but none of its blocks.",
     "how-to/share-a-folder.md#when-do-two-engines-share-blocks",
 )
 
@@ -229,7 +229,8 @@ ENGINES_APART: Final = Rule(
 )
 OTHER_FORMATS: Final = _warning(
     "other-formats",
-    "What another version or configuration of kvtier has stored is not served, and is overwritten.",
+    "What another version or configuration of kvtier has stored is not served, and takes room "
+    "until it is overwritten or removed.",
     "reference/disk-format.md",
 )
 UNAUTHENTICATED: Final = _warning(

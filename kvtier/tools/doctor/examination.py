@@ -14,6 +14,7 @@ from kvtier.tools.checking.findings import Findings
 from kvtier.tools.checking.rules import Severity
 from kvtier.tools.doctor.folders import look_at_folder
 from kvtier.tools.doctor.running import look_at_all, look_at_engine, read_running
+from kvtier.tools.doctor.servers import look_at_servers
 from kvtier.tools.doctor.settings import look_at_settings
 from kvtier.tools.doctor.sizes import look_at_sizes
 from kvtier.tools.doctor.subject import NO_ARGUMENTS, DoctorArguments, Machine, Subject
@@ -86,6 +87,7 @@ def _examine_configuration(
     )
     if engines:
         subject = subject.beside(engines[0].cache_config)
+    look_at_servers(subject.tiers, WAIT_S, findings)
     look_at_sizes(subject, findings, runs=bool(engines))
     look_at_settings(subject, findings)
     if with_probe:

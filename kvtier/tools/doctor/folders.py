@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -23,12 +24,18 @@ from kvtier.tools.checking.rules import (
     FOLDER_IN_MEMORY,
     FOLDER_OF_ANOTHER,
     LISTED_BY_ALL,
-    NAMESPACES_APART,
     NO_DIRECT,
     OPEN_TO_PLANTING,
+    OTHER_FORMATS,
 )
+from kvtier.tools.doctor.namespaces import namespaces_apart
 from kvtier_backends.encryption.keys import AUTH_KEY, ENCRYPTION_KEY
-from kvtier_backends.fs.offline.inspection import FsFolder
+from kvtier_backends.fs.offline.inspection import (
+    LAYOUT_OF_KVTIER,
+    LAYOUT_OF_VLLM,
+    FsFolder,
+    format_of,
+)
 from kvtier_backends.posix import nearest
 from kvtier_backends.shared.namespaces import facts_of
 
@@ -64,8 +71,7 @@ FILES_MAX: Final = 10_000
 KEYS: Final = tuple(
     f"{kind}_{place}" for kind in (AUTH_KEY, ENCRYPTION_KEY) for place in ("file", "env")
 )
-MODEL: Final = "model_name"
-FACTS_MAX: Final = 3
+VLLM: Final = "vllm"
 
 
 def look_at_folder(config: TierConfig, place: str, machine: Machine) -> Iterator[Finding]:
@@ -84,7 +90,7 @@ def look_at_folder(config: TierConfig, place: str, machine: Machine) -> Iterator
     if above == place:
         yield from _modes(config.options, place, found)
         if config.type == "fs":
-            yield from _namespaces(place)
+            yield from _contents(config.options, place)
 
 
 def _filesystem(config: TierConfig, place: str, kind: str) -> Iterator[Finding]:
@@ -169,25 +175,18 @@ def _modes(options: Mapping[str, object], place: str, found: os.stat_result) -> 
         )
 
 
-def _namespaces(place: str) -> Iterator[Finding]:
-    """Yield in what namespaces of the same model differ."""
-    from kvtier.tools.cli.namespaces import differences  # noqa: PLC0415 - terminal's imports
-
-    of_model: dict[str, list[Mapping[str, object]]] = {}
+def _contents(options: Mapping[str, object], place: str) -> Iterator[Finding]:
+    """Yield in what namespaces of the same model differ, and which ones the tier can't read."""
     with suppress(ConfigError, OSError), FsFolder(place) as folder:
-        for description in folder.namespaces.values():
-            facts = facts_of(description)
-            if MODEL in facts:
-                of_model.setdefault(str(facts[MODEL]), []).append(facts)
-    for model, several in of_model.items():
-        rows = differences(several)
-        if rows:
-            named = [f"{row['fact']} ({', '.join(map(str, row['values']))})" for row in rows]
-            more = f" and {len(named) - FACTS_MAX} facts more" if len(named) > FACTS_MAX else ""
+        found = folder.namespaces
+        yield from namespaces_apart(place, map(facts_of, found.values()))
+        read = LAYOUT_OF_VLLM if options.get("layout") == VLLM else LAYOUT_OF_KVTIER
+        others = Counter(kind for each in found.values() if (kind := format_of(each)) != read)
+        if others:
+            counted = ", ".join(f"{kind}: {count}" for kind, count in others.most_common())
             yield Finding(
-                NAMESPACES_APART,
-                f"{place} has {len(several)} namespaces of {model}, which differ in "
-                f"{', '.join(named[:FACTS_MAX])}{more}.",
-                "Start all engines with the same settings; kvtier ls shows all that differs, and "
-                "kvtier purge removes a namespace that no engine uses.",
+                OTHER_FORMATS,
+                f"{place} has namespaces of another format than this tier's, {read} ({counted}).",
+                'To use them, go back to that version, or set "layout" to "vllm" for vLLM\'s own; '
+                "kvtier purge removes those that no engine uses.",
             )

@@ -16,6 +16,7 @@ from kvtier.plugin_api.machine import ROOT
 from kvtier.settings.extra_config import cpu_bytes_to_use
 from kvtier.settings.vllm_releases import Installed, installed
 from kvtier.tools.checking.engine_arguments import EngineArguments, offloaded_tokens
+from kvtier.tools.cli.options import File  # noqa: F401, TC001 - of fields that are inherited
 
 if TYPE_CHECKING:
     from kvtier.settings.runtime_config import TierConfig

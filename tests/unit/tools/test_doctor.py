@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import re
+import socket
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,25 +20,32 @@ import pytest
 
 from kvtier.core import metrics
 from kvtier.engine.link.circuit_breaker import BreakerState
-from kvtier.plugin_api.backend import BackendContext, Namespace
+from kvtier.plugin_api.backend import BackendContext, Connection, Namespace
+from kvtier.settings.plugins import backend_class
+from kvtier.settings.runtime_config import TierConfig
 from kvtier.settings.vllm_releases import Installed
+from kvtier.tools.checking.findings import Findings
 from kvtier.tools.checking.rules import RULES, TRIAL_FAILED, Severity
 from kvtier.tools.cli import doctor as command
 from kvtier.tools.doctor import examination, probe
+from kvtier.tools.doctor.servers import look_at_servers
 from kvtier.tools.doctor.subject import Machine
 from kvtier.tools.watching.readings import OF_PRIMARY, OF_SOURCE, VLLMS_HITS
 from kvtier_backends.disk.metrics import METRICS as OF_DISK
 from kvtier_backends.shared.metrics import RECORDS
 from tests.support.needs import needs
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until_true
+from tests.support.redis_servers import running as running_redis
+from tests.support.s3_server import moto_server, options_for, set_credentials
 from tests.unit.backends._media import mount, unmount
 from tests.unit.backends.disk._disk import holding, open_disk
-from tests.unit.backends.fs._fs import open_fs
+from tests.unit.backends.fs._fs import CONTEXT, open_fs
 from tests.unit.tools._patient import BLOCK_BYTES, ON_EXT4, Page, Patient, served
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.support.redis_servers import RedisServer
     from tests.unit.tools._shell import Shell
 
     Spoil = Callable[[Patient], None]
@@ -274,6 +282,91 @@ def engines_of_one_model_that_share_a_folder_and_nothing_in_it(patient: Patient)
     patient.tiers = [patient.fs()]
 
 
+@fault("other-formats", "kvtier purge removes those")
+def blocks_that_another_version_has_left_in_a_shared_folder(patient: Patient) -> None:
+    a_folder_that_an_engine_shares(patient)
+    (description,) = (patient.folder / "kv").glob("*/config.json")
+    found = json.loads(description.read_text())
+    description.write_text(json.dumps({**found, "format_version": 2}))
+
+
+@fault("other-formats", '"layout" to "vllm"')
+def the_folder_of_vllms_own_tier(patient: Patient) -> None:
+    a_folder_that_an_engine_shares(patient)
+    (patient.folder / "kv/org_m_0123456789ab").mkdir()
+    (patient.folder / "kv/org_m_0123456789ab/config.json").write_text('{"model_name": "org/m"}')
+
+
+@fault("other-formats", "go back to that version")
+def the_folder_of_kvtiers_tier_where_vllms_is_named(patient: Patient) -> None:
+    a_folder_that_an_engine_shares(patient)
+    patient.tiers[0]["layout"] = "vllm"
+
+
+# --- servers ---
+
+
+def serving(patient: Patient, *settings: str) -> RedisServer:
+    server = patient.stack.enter_context(running_redis("valkey", patient.folder / "srv", *settings))
+    patient.tiers = [{"type": "redis", "url": server.url, "connect_timeout_s": PATIENCE_S}]
+    return server
+
+
+def bucket(patient: Patient) -> None:
+    server = patient.stack.enter_context(moto_server())
+    patient.tiers = [{"type": "s3", **options_for(server.endpoint, "kv")}]
+
+
+def leave_namespaces(patient: Patient, *namespaces: dict[str, object]) -> None:
+    """Have an engine of each describe itself on the server, by the tier's own code."""
+    (tier,) = patient.tiers
+
+    async def leave(facts: dict[str, object]) -> None:
+        options = {key: value for key, value in tier.items() if key != "type"}
+        context = BackendContext(BLOCK_BYTES, Namespace(facts), f"1:{tier['type']}")
+        backend = backend_class(tier["type"]).from_options(options, context)
+        states: list[Connection] = []
+        backend.on_connection = states.append
+        await backend.open()
+        await until_true(lambda: states[-1:] == [Connection.UP], lambda: states)
+        await backend.close()
+
+    for facts in namespaces:
+        asyncio.run(leave(facts))
+
+
+BF16, FP8 = ({"model_name": "org/m", "dtype": dtype} for dtype in ("bf16", "fp8"))
+OTHER_MODEL = {"model_name": "org/other", "dtype": "fp8"}
+
+
+@fault("namespaces-apart", "kvtier ls shows all that differs")
+def engines_of_one_model_that_share_a_server_and_nothing_there(patient: Patient) -> None:
+    serving(patient)
+    leave_namespaces(patient, BF16, FP8)
+
+
+@fault("namespaces-apart", "kvtier ls shows all that differs")
+def engines_of_one_model_that_share_a_bucket_and_nothing_there(patient: Patient) -> None:
+    bucket(patient)
+    leave_namespaces(patient, BF16, FP8)
+
+
+@fault("trial-failed", "Start the server")
+def a_server_that_is_not_there(patient: Patient) -> None:
+    serving(patient).kill()
+
+
+@fault("trial-failed", "let this host reach it")
+def a_server_that_wants_a_password(patient: Patient) -> None:
+    serving(patient, "--requirepass", "secret")
+
+
+@fault("trial-failed", "Start the server")
+def a_bucket_that_is_not_there(patient: Patient) -> None:
+    bucket(patient)
+    patient.tiers[0]["url"] = "s3://no-such-bucket/kv"
+
+
 # --- running engines ---
 
 
@@ -401,13 +494,32 @@ def a_folder_that_an_engine_has_filled(patient: Patient) -> None:
     asyncio.run(fill())
 
 
+def a_folder_that_an_engine_shares(patient: Patient) -> None:
+    async def leave() -> None:
+        async with open_fs(patient.folder / "kv", CONTEXT) as fs:
+            await fs.store(1)
+
+    asyncio.run(leave())
+    patient.tiers = [patient.fs()]
+
+
 def a_server_and_a_policy(patient: Patient) -> None:
-    admission = {"policy": "second_touch"}
-    patient.tiers = [{"type": "redis", "url": "redis://kv1:6379", "admission": admission}]
+    serving(patient)
+    leave_namespaces(patient, BF16, OTHER_MODEL)
+    patient.tiers[0]["admission"] = {"policy": "second_touch"}
     with_them = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557"}
     patient.extra["self_describing_kv_events"] = True
     patient.tiers[0]["enable_kv_events"] = True
     patient.arguments["kv_events_config"] = json.dumps(with_them)
+
+
+def a_server_whose_user_may_not_list(patient: Patient) -> None:
+    serving(patient).ask("ACL", "SETUSER", "default", "-scan")
+
+
+def a_bucket_of_two_models(patient: Patient) -> None:
+    bucket(patient)
+    leave_namespaces(patient, BF16, OTHER_MODEL)
 
 
 def two_engines_that_run(patient: Patient) -> None:
@@ -419,7 +531,10 @@ SOUND = (
     a_disk,
     a_shared_folder_that_is_bounded,
     a_folder_that_an_engine_has_filled,
+    a_folder_that_an_engine_shares,
     a_server_and_a_policy,
+    a_server_whose_user_may_not_list,
+    a_bucket_of_two_models,
     two_engines_that_run,
 )
 
@@ -428,6 +543,7 @@ SOUND = (
 def patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Patient]:
     monkeypatch.setattr(examination, "WAIT_S", PATIENCE_S)
     monkeypatch.chdir(tmp_path)
+    set_credentials()
     with ExitStack() as stack:
         yield Patient(tmp_path, stack)
 
@@ -448,8 +564,30 @@ def test_nothing_is_found_where_nothing_is_wrong(spoil: Spoil, patient: Patient)
     assert patient.examined().found == []
 
 
+def test_a_server_that_takes_connections_and_never_answers_is_found(patient: Patient) -> None:
+    silent = patient.stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    tier = TierConfig("redis", "kv", {"url": f"redis://127.0.0.1:{silent.getsockname()[1]}"})
+    findings = Findings()
+    look_at_servers([tier], 0.0, findings)  # it never answers, however long the doctor waits
+    (found,) = findings.found
+    assert (found.rule, "has not answered" in found.what) == (TRIAL_FAILED, True)
+
+
+def test_what_separates_engines_is_named_and_what_may_not_be_listed_is_no_finding(
+    patient: Patient,
+) -> None:
+    server = serving(patient)
+    leave_namespaces(patient, BF16, FP8, OTHER_MODEL)
+    (found,) = patient.examined().found
+    assert found.what.endswith("has 2 namespaces of org/m, which differ in dtype (bf16, fp8).")
+    server.ask("ACL", "SETUSER", "default", "-scan")
+    found = patient.examined()
+    assert found.found == []
+    assert any("give the ACL user +scan" in text for text in found.not_checked)
+
+
 def test_each_rule_has_a_fault_that_it_finds() -> None:
-    assert {each.name for each in RULES} == {each.rule for each in FAULTS} | {TRIAL_FAILED.name}
+    assert {each.name for each in RULES} == {each.rule for each in FAULTS}
 
 
 def test_each_rule_is_on_its_page_and_names_a_section_that_is_there() -> None:

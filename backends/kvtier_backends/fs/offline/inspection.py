@@ -19,6 +19,7 @@ from kvtier_backends.fs.bound.protocol import (
     leaf_number,
     term_numbers,
 )
+from kvtier_backends.fs.layout import FORMAT, FORMAT_VERSION
 from kvtier_backends.fs.open_root import CONFIG_NAME
 from kvtier_backends.shared.compression import COMPRESSION
 from kvtier_backends.shared.namespaces import (
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any, Self
 
-_FORMAT: Final = "kvtier-fs"
+LAYOUT_OF_KVTIER: Final = f"kvtier-fs {FORMAT_VERSION}"
+LAYOUT_OF_VLLM: Final = "vLLM's own"
 _ROOT_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -157,8 +159,17 @@ def is_fs_folder(path: str) -> bool:
 def block_bytes_of(description: dict[str, Any]) -> int | None:
     """Return the size of a namespace's blocks, None if its description lacks it."""
     found = description.get("block_bytes")
-    is_ours = description.get("format") == _FORMAT
+    is_ours = description.get("format") == FORMAT
     return found if is_ours and isinstance(found, int) and found > 0 else None
+
+
+def format_of(description: dict[str, Any]) -> str:
+    """Return the format and version that a namespace was written in, in words."""
+    if not description:
+        return "no readable config.json"
+    if "format" not in description:
+        return LAYOUT_OF_VLLM
+    return f"{description['format']} {description.get('format_version')}"
 
 
 def form_of(description: dict[str, Any]) -> Form:
