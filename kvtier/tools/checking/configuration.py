@@ -36,6 +36,7 @@ from kvtier.tools.checking.engine_arguments import (
 from kvtier.tools.checking.findings import Findings
 from kvtier.tools.checking.rules import NAMELESS_WEIGHTS
 from kvtier.tools.checking.tiers import LOOK_S_MAX, check_tiers
+from kvtier.tools.sizing.model_config import folder_in_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,6 +64,7 @@ class Checked(NamedTuple):
     extra: Mapping[str, Any]  #: what kvtier reads; empty if there is no such part
     tiers: list[TierConfig]
     block: BlockSize
+    model_answers: bool  #: whether the storage of the model does
 
 
 def check(
@@ -88,10 +90,12 @@ def check(
         values = _as_vllm_completes(values)
     extra = _extra_config(values, findings)
     if extra is None:
-        return Checked(findings, {}, [], BlockSize(0, 0))
+        return Checked(findings, {}, [], BlockSize(0, 0), model_answers=False)
     if offloading_gib is not None:
         extra = {**extra, "cpu_bytes_to_use": offloading_gib * GIB}
-    answers = silent_option({"model": engine.model}, wait_s) is None
+    cached = None if engine.model is None else folder_in_cache(engine.model)
+    places = {"model": engine.model, "cache": cached and str(cached)}
+    answers = silent_option(places, wait_s) is None
     block = BlockSize(block_bytes, block_bytes)
     if not block_bytes:
         block = block_size_of(engine, extra, findings, answers=answers)
@@ -107,7 +111,7 @@ def check(
     look = {} if look_at_place is None else {"look_at_place": look_at_place}
     check_tiers(tiers, block.certain, findings, connect=connect, wait_s=wait_s, **look)
     _check_weights(nameless, engine, findings, answers=answers, wait_s=wait_s)
-    return Checked(findings, extra, tiers, block)
+    return Checked(findings, extra, tiers, block, model_answers=answers)
 
 
 def _read_whole(extra: Mapping[str, Any], dp_rank: int, findings: Findings) -> list[TierConfig]:

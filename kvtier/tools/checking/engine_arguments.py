@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 from cyclopts import Parameter
@@ -11,6 +10,7 @@ from cyclopts import Parameter
 from kvtier.errors import ConfigError
 from kvtier.tools.cli.options import File  # noqa: TC001 - read when the command starts
 from kvtier.tools.sizing.geometry import read_geometry
+from kvtier.tools.sizing.model_config import config_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,8 +27,8 @@ class EngineArguments:
     """Arguments of vLLM, by their names there, and what ``{dp_rank}`` stands for."""
 
     model: Annotated[File | None, Parameter(metavar="MODEL")] = None
-    """finds weights that nothing tells from others; a folder with its config.json also says how
-    large a block is"""
+    """finds weights that nothing tells from others; its config.json, in that folder or in the
+    hub's cache, also says how large a block is"""
 
     load_format: Annotated[str, Parameter(metavar="FORMAT")] = "auto"
     """as vLLM gets it"""
@@ -73,13 +73,15 @@ def block_size_of(
 ) -> BlockSize:
     """Return how large a block is. ``answers``: whether the model's storage does."""
     unknown = "whether blocks fit into cpu_bytes_to_use and each tier"
-    if engine.model is None or not answers or not Path(engine.model).exists():
+    config = config_of(engine.model) if engine.model is not None and answers else None
+    if config is None:
         findings.not_checked.append(
-            f"{unknown}: give --block-bytes, or --model with a folder that has its config.json"
+            f"{unknown}: give --block-bytes, or --model with a folder that has its config.json, or "
+            "a model in the hub's cache"
         )
         return BlockSize(0, 0)
     try:
-        model = read_geometry(engine.model, dtype=engine.kv_cache_dtype)
+        model = read_geometry(config, dtype=engine.kv_cache_dtype)
         token_bytes = model.bytes_per_token_in_vllm(engine.tensor_parallel_size)
     except ConfigError as problem:
         findings.not_checked.append(f"{unknown} ({problem}): give --block-bytes")

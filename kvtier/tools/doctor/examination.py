@@ -18,6 +18,8 @@ from kvtier.tools.doctor.servers import look_at_servers
 from kvtier.tools.doctor.settings import look_at_settings
 from kvtier.tools.doctor.sizes import look_at_sizes
 from kvtier.tools.doctor.subject import NO_ARGUMENTS, DoctorArguments, Machine, Subject
+from kvtier.tools.sizing.context_length import read_context_length
+from kvtier.tools.sizing.model_config import config_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -84,6 +86,7 @@ def _examine_configuration(
         machine,
         checked.block.certain,
         is_latent=checked.block.is_latent,
+        model_tokens=_longest_prompt(engine, machine) if checked.model_answers else 0,
     )
     if engines:
         subject = subject.beside(engines[0].cache_config)
@@ -97,3 +100,9 @@ def _examine_configuration(
         known = [each.prefill_tokens_per_s for each in engines if each.prefill_tokens_per_s]
         is_sound = isinstance(given, int | float) and not findings.refused
         probe(subject, given if is_sound else max(known, default=None), findings)
+
+
+def _longest_prompt(engine: DoctorArguments, machine: Machine) -> int:
+    """Return how many tokens the model takes, by its ``config.json``; 0: not known."""
+    config = None if engine.model is None else config_of(engine.model, machine.environment)
+    return 0 if config is None else read_context_length(config) or 0

@@ -73,16 +73,14 @@ def _beside_prompt(subject: Subject, given: str, findings: Findings) -> None:
     blocks, slots = subject.prompt_blocks, subject.slots
     if not blocks or not slots:
         findings.not_checked.append(
-            "whether host memory holds the longest prompt: give --max-model-len, and --block-bytes "
+            "whether host memory holds the longest prompt: give --max-model-len and --block-bytes, "
             "or --model"
         )
         return
-    tokens = subject.engine.max_model_len
     if slots < blocks:
         findings.add(
             PRIMARY_BELOW_PROMPT,
-            f"{given} has {slots} slots, and a prompt of --max-model-len {tokens} has {blocks} "
-            "blocks.",
+            f"{given} has {slots} slots, and {subject.longest_prompt} has {blocks} blocks.",
             f"Raise {KEY} to {2 * blocks * subject.block_bytes} bytes or more, room for two.",
         )
         return
@@ -93,7 +91,7 @@ def _beside_prompt(subject: Subject, given: str, findings: Findings) -> None:
     if share < blocks:
         findings.add(
             CASCADES_BELOW_PROMPT,
-            f"{FRACTION}={fraction} of {slots} slots are {share}, and a prompt of --max-model-len "
-            f"{tokens} has {blocks} blocks.",
+            f"{FRACTION}={fraction} of {slots} slots are {share}, and {subject.longest_prompt} has "
+            f"{blocks} blocks.",
             f"Raise {KEY}, or {FRACTION} up to 1.",
         )

@@ -16,7 +16,7 @@ from kvtier.plugin_api.machine import ROOT
 from kvtier.settings.extra_config import cpu_bytes_to_use
 from kvtier.settings.vllm_releases import Installed, installed
 from kvtier.tools.checking.engine_arguments import EngineArguments, offloaded_tokens
-from kvtier.tools.cli.options import File  # noqa: F401, TC001 - of fields that are inherited
+from kvtier.tools.cli.options import File  # noqa: F401 - of fields that are inherited
 
 if TYPE_CHECKING:
     from kvtier.settings.runtime_config import TierConfig
@@ -89,6 +89,7 @@ class Subject:
     machine: Machine
     block_bytes: int  #: of one block of all workers; 0: not known
     is_latent: bool = False  #: whether each GPU holds all of a block
+    model_tokens: int = 0  #: of the longest prompt, by the model's config; 0: not known
     gpu_tokens: int = 0  #: what the KV cache of a running engine's GPUs holds; 0: not known
 
     @property
@@ -112,7 +113,14 @@ class Subject:
     @property
     def prompt_blocks(self) -> int:
         """Blocks of the longest prompt; 0: not known."""
-        return -(-(self.engine.max_model_len or 0) // self.block_tokens)
+        return -(-(self.engine.max_model_len or self.model_tokens) // self.block_tokens)
+
+    @property
+    def longest_prompt(self) -> str:
+        """The longest prompt, in words."""
+        if self.engine.max_model_len:
+            return f"a prompt of --max-model-len {self.engine.max_model_len}"
+        return f"a prompt of {self.model_tokens} tokens, which {self.engine.model} takes,"
 
     def beside(self, cache_config: Mapping[str, str]) -> Subject:
         """Return it with the size of a running engine's GPU cache, by the labels of its metric."""

@@ -112,6 +112,29 @@ def host_memory_below_a_prompt(patient: Patient) -> None:
     patient.arguments["max_model_len"] = 64 * 16 + 1
 
 
+def with_model(patient: Patient, folder: Path, model: str, tokens: int) -> None:
+    """Have the longest prompt said by a model's config alone."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": tokens}))
+    (folder / "model.safetensors").touch()
+    del patient.arguments["max_model_len"]
+    patient.arguments["model"] = model
+
+
+@fault("primary-below-prompt", f"{2 * 65 * BLOCK_BYTES} bytes or more")
+def host_memory_below_a_prompt_of_the_model(patient: Patient) -> None:
+    with_model(patient, patient.folder / "m", str(patient.folder / "m"), 64 * 16 + 1)
+
+
+@fault("primary-below-prompt", f"{2 * 65 * BLOCK_BYTES} bytes or more")
+def host_memory_below_a_prompt_of_a_model_of_the_hub(patient: Patient) -> None:
+    cached = patient.folder / "hf/hub/models--org--m"
+    with_model(patient, cached / "snapshots/abc123", "org/m", 64 * 16 + 1)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc123")
+    patient.environment["HF_HOME"] = str(patient.folder / "hf")
+
+
 @fault("cascades-below-prompt", "cascade_slots_fraction_max up to 1")
 def cascades_below_a_prompt(patient: Patient) -> None:
     patient.extra["cascade_slots_fraction_max"] = 0.2
@@ -478,6 +501,14 @@ def a_disk(_: Patient) -> None:
     pass
 
 
+def a_model_whose_prompts_fit(patient: Patient) -> None:
+    with_model(patient, patient.folder / "m", str(patient.folder / "m"), 16 * 16)
+
+
+def a_model_that_does_not_say_its_length(patient: Patient) -> None:
+    with_model(patient, patient.folder / "m", str(patient.folder / "m"), 0)
+
+
 def a_shared_folder_that_is_bounded(patient: Patient) -> None:
     patient.mount("nfs4", str(patient.folder), "10.0.0.5:/export")
     patient.tiers = [patient.fs(capacity_bytes="64MiB", eviction_policy="lru")]
@@ -529,6 +560,8 @@ def two_engines_that_run(patient: Patient) -> None:
 
 SOUND = (
     a_disk,
+    a_model_whose_prompts_fit,
+    a_model_that_does_not_say_its_length,
     a_shared_folder_that_is_bounded,
     a_folder_that_an_engine_has_filled,
     a_folder_that_an_engine_shares,
