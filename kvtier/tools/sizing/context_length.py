@@ -14,7 +14,7 @@ there, from a tokenizer of a pooling model, or with ``--hf-overrides``.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from kvtier.tools.sizing.geometry import CONFIG_BYTES_MAX
 
@@ -89,7 +89,7 @@ def _scalings(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             return
 
 
-def _is_length(value: object) -> bool:
+def _is_length(value: object) -> TypeGuard[float]:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return 0 < value <= TOKENS_MAX
