@@ -211,7 +211,7 @@ class Offline(ABC):
             "loads."
         )
 
-    def shrink(self, capacity_bytes: int) -> Shrunk:  # noqa: ARG002 - as above
+    def shrink(self, capacity_bytes: int, progress: ShowProgress) -> Shrunk:  # noqa: ARG002 - as above
         """Remove the least recently used blocks until it holds no more than that."""
         raise ConfigError(
             f"{self.place} can't be shrunk from outside: it bounds itself. Lower the tier's own "

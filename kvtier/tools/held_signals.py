@@ -10,10 +10,10 @@ from __future__ import annotations
 import signal
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
 _HELD: Final = (signal.SIGINT, signal.SIGTERM)
@@ -60,14 +60,16 @@ class HeldSignals:
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
-    """Make SIGTERM as orderly as Ctrl-C: nothing is left running or lying about."""
+def terminable() -> Iterator[Callable[[], bool]]:
+    """Make SIGTERM as orderly as Ctrl-C, whoever handles that; give what tells whether it came."""
+    came = threading.Event()
 
-    def interrupt(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
+    def interrupt(*_: object) -> None:
+        came.set()
+        signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
+        yield came.is_set
     finally:
         signal.signal(signal.SIGTERM, before)

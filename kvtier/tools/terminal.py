@@ -1,7 +1,7 @@
 """What all commands show alike: tables on stdout, progress on stderr, JSON files written whole.
 
-On a terminal, progress is a bar that goes away. Elsewhere it is a plain line
-now and then, so that a log stays readable.
+On a terminal, progress is a bar that goes away. Elsewhere nothing is shown of it, so that a log, or
+the mail of a cron job, has only what matters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.progress import Progress
 
 PLAIN_WIDTH_COLUMNS: Final = 200  #: of a table in a file or a pipe; it is as narrow as it can be
-PLAIN_LINE_EVERY_S: Final = 10.0
 BAR_UPDATE_EVERY_S: Final = 0.1
 
 
@@ -77,7 +76,7 @@ def made_table(
 def progress(label: str, total: int | None) -> Iterator[Progress]:
     """Show how far something has come until the block ends. ``total`` None: not known."""
     if not sys.stderr.isatty():
-        yield _PlainProgress(label, total)
+        yield _NoProgress()
         return
     console = _console(sys.stderr)
     from rich import progress as rich_progress  # noqa: PLC0415 - as in _console
@@ -168,29 +167,11 @@ class _BarProgress:
             self._next_update = now + BAR_UPDATE_EVERY_S
 
 
-class _PlainProgress:
-    """A line on stderr now and then; none for what is soon over."""
-
-    def __init__(self, label: str, total: int | None) -> None:
-        self._label = label
-        self._total = total
-        self._done = 0
-        self._start = time.monotonic()
-        self._next_line = self._start + PLAIN_LINE_EVERY_S
+class _NoProgress:
+    """Shows nothing."""
 
     def advance(self, count: int = 1) -> None:
         """See ``Progress.advance``."""
-        self._done += count
-        now = time.monotonic()
-        if now < self._next_line:
-            return
-        self._next_line = now + PLAIN_LINE_EVERY_S
-        so_far = now - self._start
-        line = f"{self._label}: {self._done:,}"
-        if self._total and self._done:
-            left = so_far * max(self._total - self._done, 0) / self._done
-            line += f" of {self._total:,}, about {left:.0f} s left"
-        print(f"{line}, {so_far:.0f} s so far", file=sys.stderr, flush=True)
 
 
 def says_yes(question: str) -> bool:

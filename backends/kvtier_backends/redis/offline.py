@@ -66,14 +66,26 @@ class RedisStorage(ServerStorage):
             )
 
     @override
+    async def _size(self) -> int | None:
+        """Return the names that the servers have, also those of others."""
+        size = 0
+        topology = await discover(self._client, self._given)
+        for address in sorted(topology.addresses):
+            async with self._client.asking(address) as ask:
+                try:
+                    size += await ask("DBSIZE")
+                except ServerRefused:
+                    return None
+        return size
+
+    @override
     async def _list(self, advance: Callable[[int], None]) -> dict[str, NamespaceBlocks]:
         found: dict[str, NamespaceBlocks] = {}
-        async for run, names in _walk(self._client, self._given):
+        async for run, names in _walk(self._client, self._given, advance):
             await _count(run, names, found)
             for namespace, name in _descriptions(names):
                 blocks = found.setdefault(namespace, NamespaceBlocks(namespace))
                 blocks.describe(await _facts_untrusted(run, name))
-            advance(len(names))
         return found
 
     @override
@@ -81,9 +93,8 @@ class RedisStorage(ServerStorage):
         found: dict[str, dict[str, Any]] = {}
         try:
             async for run, names in _walk(
-                self._client, self._given, b":" + DESCRIPTION, NAMES_AT_ONCE_UNREAD
+                self._client, self._given, advance, b":" + DESCRIPTION, NAMES_AT_ONCE_UNREAD
             ):
-                advance(len(names))
                 for namespace, name in _descriptions(names):
                     found[namespace] = await _facts_untrusted(run, name)
         except ServerRefused as refused:
@@ -98,12 +109,11 @@ class RedisStorage(ServerStorage):
     ) -> tuple[dict[str, NamespaceBlocks], int]:
         gone: dict[str, NamespaceBlocks] = {}
         failed = 0
-        async for run, names in _walk(self._client, self._given):
+        async for run, names in _walk(self._client, self._given, advance):
             going = {name: parts for name, parts in names.items() if _is_going(selection, *parts)}
             await _count(run, going, gone)
             answers = await run([("UNLINK", name) for name in going]) if going and not dry else []
             failed += sum(isinstance(answer, ServerRefused) for answer in answers)
-            advance(len(going))
         return gone, failed
 
 
@@ -124,6 +134,7 @@ _Names = dict[bytes, tuple[str, bytes]]
 async def _walk(
     client: RedisClient,
     given: RedisOptions,
+    advance: Callable[[int], None],
     ending: bytes = b"",
     names_at_once: int = 0,
 ) -> AsyncIterator[tuple[Commands, _Names]]:
@@ -145,6 +156,7 @@ async def _walk(
                 if isinstance(answer, ServerRefused):
                     raise answer
                 cursor, names = answer
+                advance(int(count))
                 new = {name for name in names if hash(name) not in seen}
                 seen.update(map(hash, new))
                 yield run, {name: parts for name in new if (parts := _parts(name, stem))}

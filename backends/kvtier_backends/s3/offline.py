@@ -36,6 +36,9 @@ RETRIES_MAX: Final = 8
 """No engine waits, and a bucket of a million blocks takes a thousand requests: the library
 repeats failed ones."""
 
+PARTS: Final = 1 << 12
+"""Of a namespace, for progress: the first three digits of keys spread blocks evenly over them."""
+
 DESCRIPTION: Final = "description.json"
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9._-]+_[0-9a-f]{12}")
 _KEY: Final = re.compile(r"(?:[0-9a-f]{2})+")
@@ -72,16 +75,26 @@ class S3Storage(ServerStorage):
         return cls(S3Client(partial(of_tier, retries_max=RETRIES_MAX), credentials), address)
 
     @override
+    async def _size(self) -> int | None:
+        """Return the parts of all namespaces."""
+        try:
+            folders = await self._client.folders(self._address.prefix)
+        except RequestFailed as refused:
+            if refused.failure not in _SERVER_SAYS_NO:
+                raise
+            return None
+        return PARTS * len([*filter(_NAMESPACE.fullmatch, folders)])
+
+    @override
     async def _list(self, advance: Callable[[int], None]) -> dict[str, NamespaceBlocks]:
         held: dict[str, NamespaceBlocks] = {}
-        async for found in _walk(self._client, self._address):
+        async for found in _walk(self._client, self._address, advance):
             for each in found:
                 blocks = held.setdefault(each.namespace, NamespaceBlocks(each.namespace))
                 if each.key is None:
                     blocks.describe(await _facts_untrusted(self._client, each.name))
                 else:
                     blocks.add(each.key, each.size, each.stored_s)
-            advance(len(found))
         return held
 
     @override
@@ -106,7 +119,7 @@ class S3Storage(ServerStorage):
     ) -> tuple[dict[str, NamespaceBlocks], int]:
         gone: dict[str, NamespaceBlocks] = {}
         failed = 0
-        async for found in _walk(self._client, self._address):
+        async for found in _walk(self._client, self._address, advance):
             going = [each for each in found if _is_going(selection, each)]
             try:
                 if going and not dry:
@@ -120,7 +133,6 @@ class S3Storage(ServerStorage):
                 if each.key is not None:
                     blocks = gone.setdefault(each.namespace, NamespaceBlocks(each.namespace))
                     blocks.add(each.key, each.size, each.stored_s)
-            advance(len(going))
         return gone, failed
 
 
@@ -130,16 +142,25 @@ def _is_going(selection: Selection, found: _Found) -> bool:
     return selection.has(found.namespace, found.key, found.stored_s)
 
 
-async def _walk(client: S3Client, address: Address) -> AsyncIterator[Sequence[_Found]]:
-    """Yield our objects, in batches."""
+async def _walk(
+    client: S3Client, address: Address, advance: Callable[[int], None]
+) -> AsyncIterator[Sequence[_Found]]:
+    """Yield our objects, in batches. Names come in order: how far a key is tells how far we are."""
     below = address.below("")
+    namespaces, done = set[str](), 0
     async for page in client.walk(address.prefix):
         known = ((each, _parts(each.name.removeprefix(below))) for each in page)
-        yield [
+        found = [
             _Found(each.name, *parts, each.size, each.stored_s)
             for each, parts in known
             if parts is not None
         ]
+        namespaces.update(each.namespace for each in found)
+        last = next((each.key for each in reversed(found) if each.key is not None), b"")
+        come = PARTS * (len(namespaces) - 1) + (int.from_bytes(last[:2].ljust(2, b"\0")) >> 4)
+        advance(max(0, come - done))
+        done = max(come, done)
+        yield found
 
 
 def _parts(name: str) -> tuple[str, bytes | None] | None:

@@ -29,12 +29,16 @@ class ServerStorage(Offline):
         return cls.from_options({"url": place}) if mark and scheme in cls.schemes else None
 
     @abstractmethod
+    async def _size(self) -> int | None:
+        """Return the total of what a walk over all names advances by; None: not known."""
+
+    @abstractmethod
     async def _list(self, advance: Callable[[int], None]) -> dict[str, NamespaceBlocks]:
-        """Return the blocks by namespace. ``advance``: called with each number of names."""
+        """Return the blocks by namespace. ``advance``: called as the walk comes on."""
 
     @abstractmethod
     async def _describe(self, advance: Callable[[int], None]) -> dict[str, dict[str, Any]]:
-        """Return the facts of each namespace. ``advance``: called with each answer's names."""
+        """Return the facts of each namespace. ``advance``: called as the walk comes on."""
 
     @abstractmethod
     async def _remove(
@@ -47,7 +51,7 @@ class ServerStorage(Offline):
 
     @override
     def list(self, progress: ShowProgress) -> Contents:
-        with progress("looking at names", None) as bar:
+        with progress("looking at names", asyncio.run(self._size())) as bar:
             held = asyncio.run(self._list(bar.advance))
         return Contents([*held.values()])
 
@@ -58,6 +62,7 @@ class ServerStorage(Offline):
 
     @override
     def remove(self, selection: Selection, progress: ShowProgress, *, dry: bool) -> Removed:
-        with progress("looking at names" if dry else "removing", None) as bar:
+        label = "looking at names" if dry else "removing"
+        with progress(label, asyncio.run(self._size())) as bar:
             gone, failed = asyncio.run(self._remove(selection, bar.advance, dry=dry))
         return Removed.of_blocks(gone.values(), failed)

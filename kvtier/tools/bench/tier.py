@@ -247,8 +247,8 @@ async def _run(
             side.prepare_load()
             for kind in KINDS:
                 legs[kind][side.name] = await _play_leg(side, kind, leg, count)
+                advance()
             await _remove_leg(side, leg, count)
-            advance()
         measured.rounds.append(legs)
     return measured
 

@@ -12,6 +12,7 @@ from kvtier.errors import Misuse, StoreFault
 from kvtier.plugin_api.sizes import read_bytes
 from kvtier.settings.runtime_config import TierConfig
 from kvtier.tools.bench.about import about_machine
+from kvtier.tools.bench.call_legs import KINDS
 from kvtier.tools.bench.prompt_requests import PROMPT_BLOCKS, requests_shown
 from kvtier.tools.bench.tier import TierBenchOptions, measure, plain_client_class, sides_count
 from kvtier.tools.bench.tier_figures import CallFigures, figures
@@ -88,8 +89,8 @@ def block_sizes(text: str) -> list[int]:
 
 
 def _measure(tier: TierConfig, block_bytes: int, options: TierBenchOptions) -> TierLegs:
-    turns = options.rounds * sides_count(tier.type, options)
-    with progress(f"{tier.type}, blocks of {shown_size(block_bytes)}", turns) as shown:
+    legs = options.rounds * sides_count(tier.type, options) * len(KINDS)
+    with progress(f"{tier.type}, blocks of {shown_size(block_bytes)}", legs) as shown:
         try:
             return asyncio.run(measure(tier, block_bytes, options, shown.advance))
         except StoreFault as fault:

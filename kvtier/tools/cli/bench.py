@@ -53,23 +53,21 @@ def tier(*, options: BenchOptions, json: JsonFile = None) -> int:
     from kvtier.plugin_api.sizes import read_bytes  # noqa: PLC0415 - only if it is asked for
     from kvtier.tools.bench.tier import TierBenchOptions  # noqa: PLC0415 - as above
     from kvtier.tools.bench.tier_command import run  # noqa: PLC0415 - as above
-    from kvtier.tools.held_signals import terminable  # noqa: PLC0415 - as above
     from kvtier.tools.terminal import check_can_write  # noqa: PLC0415 - as above
 
     if options.rounds < 1:
         raise Misuse(f"--rounds {options.rounds} must be at least 1.")
     if json:
         check_can_write(json)
-    with terminable():
-        run(
-            options.tier,
-            options.block_bytes,
-            TierBenchOptions(
-                leg_bytes=read_bytes(options.bytes, "--bytes"),
-                rounds=options.rounds,
-                protection=options.protection,
-                compression=options.compression,
-            ),
-            json,
-        )
+    run(
+        options.tier,
+        options.block_bytes,
+        TierBenchOptions(
+            leg_bytes=read_bytes(options.bytes, "--bytes"),
+            rounds=options.rounds,
+            protection=options.protection,
+            compression=options.compression,
+        ),
+        json,
+    )
     return 0

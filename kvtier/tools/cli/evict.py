@@ -76,7 +76,9 @@ def _was_interrupted(seconds: float) -> bool:
 
 
 def _shrink(offline: Offline, capacity: int) -> dict[str, Any]:
-    done = offline.shrink(capacity)
+    from kvtier.tools.terminal import progress  # noqa: PLC0415 - as in evict
+
+    done = offline.shrink(capacity, progress)
     return {
         "path": offline.place,
         "complete": done.is_complete,

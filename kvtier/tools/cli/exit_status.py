@@ -9,3 +9,6 @@ BAD_INPUT: Final = 2
 
 INTERRUPTED: Final = 130
 """After Ctrl-C, as shells have it."""
+
+TERMINATED: Final = 143
+"""After SIGTERM, which a command handles as Ctrl-C; as shells have it."""

@@ -6,10 +6,12 @@ needs for its work it imports when it runs.
 
 from __future__ import annotations
 
+import os
 import sys
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from cyclopts import App, CycloptsError
 
@@ -17,8 +19,9 @@ from kvtier import __version__
 from kvtier.errors import Misuse
 from kvtier.plugin_api.log import default_processors
 from kvtier.tools.cli.completion import add_completion
-from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
+from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED, TERMINATED
 from kvtier.tools.cli.options import DEFAULTS
+from kvtier.tools.held_signals import terminable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,7 +43,25 @@ COMMANDS: Final = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
+    """Run one command and return its exit status; without ``argv``, the process ends with it."""
+    with terminable() as was_terminated:
+        status = _run(argv)
+    if status == INTERRUPTED and was_terminated():
+        status = TERMINATED
+    if argv is None and threading.active_count() > 1:
+        _end(status)
+    return status
+
+
+def _end(status: int) -> NoReturn:
+    """End the process without its threads: Python would wait for one that hangs with a server."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(status)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     app = make_app()
     given = list(sys.argv[1:] if argv is None else argv)
     name = " ".join(("kvtier", *app.parse_commands(given)[0]))

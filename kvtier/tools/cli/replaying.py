@@ -115,7 +115,7 @@ def _report(json_file: str | None, trace: Trace, replayed: Replayed) -> list[str
 
 @contextmanager
 def _stopping() -> Iterator[Callable[[], bool]]:
-    """Turn the first SIGINT or SIGTERM into a yes; a second SIGINT interrupts as usual."""
+    """Turn the first SIGINT, or SIGTERM, into a yes; a second one interrupts as usual."""
     stopped = threading.Event()
 
     def stop(*_: object) -> None:
@@ -123,9 +123,8 @@ def _stopping() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         print("kvtier replay: stopping. Once more: at once, and folders may stay.", file=sys.stderr)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = signal.signal(signal.SIGINT, stop)
     try:
         yield stopped.is_set
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, before)

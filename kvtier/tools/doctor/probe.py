@@ -7,16 +7,22 @@ its own, which are removed again.
 from __future__ import annotations
 
 import asyncio
+import time
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import Misuse, StoreFault
 from kvtier.plugin_api.threads import BoundedCall
-from kvtier.tools.bench.call_legs import LOAD, STORE
+from kvtier.tools.bench.call_legs import KINDS, LOAD, STORE
 from kvtier.tools.bench.tier import PLAIN, PLAIN_CLIENTS, TierBenchOptions, measure
 from kvtier.tools.doctor.running import note_if_slower
+from kvtier.tools.held_signals import HeldSignals
+from kvtier.tools.terminal import progress
 from kvtier_backends.posix import padded_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvtier.settings.runtime_config import TierConfig
     from kvtier.tools.bench.tier import TierLegs
     from kvtier.tools.checking.findings import Findings
@@ -30,6 +36,7 @@ LEG_BYTES: Final = 512 << 20
 
 PROBE_S_MAX: Final = 60.0
 CLEAN_UP_S_MAX: Final = 10.0
+POLL_S: Final = 0.05
 
 
 def probe(subject: Subject, prefill_tokens_per_s: float | None, findings: Findings) -> None:
@@ -62,13 +69,28 @@ def _measure(tier: TierConfig, block_bytes: int) -> tuple[float, float]:
         raise Misuse(f"kvtier bench measures {', '.join(PLAIN_CLIENTS)} only")
     options = TierBenchOptions(LEG_BYTES, rounds=1, protection=False)
 
-    async def run() -> TierLegs:
-        async with asyncio.timeout(PROBE_S_MAX):
-            return await measure(tier, block_bytes, options, lambda: None, is_alone=True)
+    cancels: list[Callable[[], object]] = []
 
-    running = BoundedCall(lambda: asyncio.run(run()), f"kvtier-{tier.name}-probe")
-    if not running.wait(PROBE_S_MAX + CLEAN_UP_S_MAX):
-        raise StoreFault("its storage hangs")
+    async def run() -> TierLegs:
+        task = asyncio.current_task()
+        assert task is not None
+        cancels.append(partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel))
+        async with asyncio.timeout(PROBE_S_MAX):
+            return await measure(tier, block_bytes, options, bar.advance, is_alone=True)
+
+    with HeldSignals() as signals, progress(f"measuring {tier.name}", len(KINDS)) as bar:
+        running = BoundedCall(lambda: asyncio.run(run()), f"kvtier-{tier.name}-probe")
+        ends_at = time.monotonic() + PROBE_S_MAX + CLEAN_UP_S_MAX
+        while not running.wait(POLL_S):
+            if time.monotonic() > ends_at:
+                raise StoreFault("its storage hangs")
+            try:
+                signals.check()
+            except KeyboardInterrupt:  # what it has stored is removed first
+                for cancel in cancels:
+                    cancel()
+                running.wait(CLEAN_UP_S_MAX)
+                raise
     try:
         legs = running.result()
     except TimeoutError:

@@ -29,7 +29,7 @@ from kvtier_backends.fs.bound.protocol import (
 from kvtier_backends.posix import GONE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from kvtier_backends.fs.bound.protocol import Array
 
@@ -130,8 +130,10 @@ def _remove_empty(root: int, path: str) -> None:
         os.rmdir(os.path.dirname(path), dir_fd=root)
 
 
-def scan(root: int, epoch: int, epoch_s: float, keep_on: Callable[[], bool]) -> Scanned:
-    """Find all files below the root. Raises ``OSError``: an incomplete count is not used.
+def scan(files: Iterable[tuple[str, os.stat_result]], epoch: int, epoch_s: float) -> Scanned:
+    """Count all files below the root, as ``walk_files`` finds them.
+
+    Raises ``OSError`` as that does: an incomplete count is not used.
 
     Blocks without reported uses get an epoch from their files' times, which are compared only
     with one another.
@@ -139,7 +141,7 @@ def scan(root: int, epoch: int, epoch_s: float, keep_on: Callable[[], bool]) -> 
     found: list[tuple[int, int, int]] = []
     times: list[float] = []
     others = 0
-    for path, status in walk_files(root, "", 0, keep_on):
+    for path, status in files:
         blocks_name, _, name = path.partition("/")
         leaf = leaf_number(blocks_name, name.rpartition("/")[0])
         if leaf is None or not name.endswith(BLOCK_SUFFIXES):

@@ -18,7 +18,7 @@ from kvtier.plugin_api.deadlines import time_left_s
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.threads import daemon_thread
 from kvtier_backends.fs.bound.cleaner import Cleaner
-from kvtier_backends.fs.bound.eviction import Evicted, Pace, evict, scan
+from kvtier_backends.fs.bound.eviction import Evicted, Pace, evict, scan, walk_files
 from kvtier_backends.fs.bound.protocol import SPACE, Timing, ensure_folder, locate
 from kvtier_backends.fs.bound.removals import RemovalsReader
 from kvtier_backends.fs.bound.small_files import DaemonExecutor, SmallFiles
@@ -130,7 +130,8 @@ class ThreadHands:
             return self._scan == number
 
         try:
-            found = scan(root.descriptor, epoch, self._timing.epoch_s, keep_on)
+            files = walk_files(root.descriptor, "", 0, keep_on)
+            found = scan(files, epoch, self._timing.epoch_s)
         except OSError as problem:
             found = problem
         except Exception as problem:  # noqa: BLE001 - or the scan would never be over

@@ -66,10 +66,9 @@ def check_folder(folder: FsFolder, advance: Callable[[], None], *, repair: bool)
     """Check all block files. Raises ``OSError``; Ctrl-C skips the rest."""
     checked = Checked()
     try:
-        for file in folder.files():
+        for file in folder.files(advance):
             if isinstance(file, BlockFile):
                 _check(folder, file, checked, repair=repair)
-                advance()
     except KeyboardInterrupt:
         checked.is_complete = False
     return checked

@@ -34,6 +34,7 @@ from kvtier_backends.fs.bound.small_files import DaemonExecutor, SmallFiles
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvtier.plugin_api.progress import ShowProgress
     from kvtier_backends.fs.offline.inspection import FsFolder
 
 _VICTIMS_AT_ONCE: Final = 1024
@@ -42,7 +43,7 @@ _NUMBERS: Final = 10**10
 _EPOCHS_WITHOUT_USES: Final = 1 << 30
 
 
-def evict_to(folder: FsFolder, capacity: int) -> Shrunk:
+def evict_to(folder: FsFolder, capacity: int, progress: ShowProgress) -> Shrunk:
     """Remove the least recently used blocks until the folder holds no more than ``capacity``.
 
     Uses reported by engines count; otherwise the times of the files do. Raises ``OSError``;
@@ -50,7 +51,8 @@ def evict_to(folder: FsFolder, capacity: int) -> Shrunk:
     """
     uses = _known_uses(folder)
     epoch = _EPOCHS_WITHOUT_USES if uses is None else int(uses.entries["epoch"].max(initial=0))
-    scanned = scan(folder.root, epoch, Timing().epoch_s, lambda: True)
+    with progress("looking at blocks", folder.parts()) as bar:
+        scanned = scan(folder.walk(bar.advance), epoch, Timing().epoch_s)
     manifest = Manifest(scanned.known)
     if uses is not None:
         manifest.with_epochs_of(uses)
@@ -58,7 +60,7 @@ def evict_to(folder: FsFolder, capacity: int) -> Shrunk:
     victims = manifest.oldest(over, len(manifest)) if over > 0 else manifest.entries[:0]
     removed_blocks = removed_bytes = failed = 0
     reason, is_complete = "", False
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt), progress("removing", len(victims)) as bar:
         for start in range(0, len(victims), _VICTIMS_AT_ONCE):
             batch = victims[start : start + _VICTIMS_AT_ONCE]
             evicted = evict(folder.root, batch)
@@ -68,6 +70,7 @@ def evict_to(folder: FsFolder, capacity: int) -> Shrunk:
             if evicted.failed is not None:
                 reason = evicted.failed.strerror or str(evicted.failed)
             announce(folder, evicted.names)
+            bar.advance(len(batch))
         is_complete = True
     return Shrunk(
         blocks=len(manifest),

@@ -32,7 +32,7 @@ from kvtier_backends.shared.protected_records import PROTECTION
 from kvtier_backends.shared.record_trailer import Form
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import TracebackType
     from typing import Any, Self
 
@@ -90,9 +90,28 @@ class FsFolder:
     ) -> None:
         os.close(self.root)
 
-    def files(self) -> Iterator[BlockFile | int]:
-        """Yield all block files, and the bytes of each other file."""
+    def parts(self) -> int:
+        """Return the folders below the namespaces: names of blocks are spread evenly over them."""
+        count = 0
+        for name in os.listdir(self.root):
+            if name != SPACE:
+                with suppress(OSError), os.scandir(f"{self.path}/{name}") as entries:
+                    count += sum(entry.is_dir(follow_symlinks=False) for entry in entries)
+        return count
+
+    def walk(self, advance: Callable[[], None]) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield all files but those of the protocol. ``advance``: called for each of the parts."""
+        part = ""
         for path, status in walk_files(self.root, "", 0, lambda: True):
+            above, _, _ = path.rpartition("/")
+            if not above.startswith(part or "/"):
+                part = "/".join(above.split("/")[:2])
+                advance()
+            yield path, status
+
+    def files(self, advance: Callable[[], None]) -> Iterator[BlockFile | int]:
+        """Yield all block files, and the bytes of each other file. ``advance``: see ``walk``."""
+        for path, status in self.walk(advance):
             namespace, _, name = path.partition("/")
             leaf = leaf_number(namespace, name.rpartition("/")[0])
             if leaf is None or not name.endswith(BLOCK_SUFFIXES):

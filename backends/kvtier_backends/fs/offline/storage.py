@@ -23,7 +23,7 @@ from kvtier_backends.posix import clock_ahead_s
 from kvtier_backends.shared.namespaces import facts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from kvtier.plugin_api.offline import Selection, Shrunk
     from kvtier.plugin_api.progress import ShowProgress
@@ -62,8 +62,9 @@ class FsStorage(Offline):
             }
             others = 0
             is_complete = False
-            with suppress(KeyboardInterrupt):
-                for file in folder.files():
+            parts = folder.parts()
+            with suppress(KeyboardInterrupt), progress("looking at blocks", parts) as bar:
+                for file in folder.files(bar.advance):
                     if isinstance(file, BlockFile):
                         _add(held, file)
                     else:
@@ -89,7 +90,7 @@ class FsStorage(Offline):
 
     @override
     def verify(self, progress: ShowProgress, *, repair: bool) -> Verified:
-        with FsFolder(self.place) as folder, progress("checking blocks", None) as bar:
+        with FsFolder(self.place) as folder, progress("checking blocks", folder.parts()) as bar:
             checked = check_folder(folder, bar.advance, repair=repair)
         return Verified(
             figures={
@@ -118,15 +119,16 @@ class FsStorage(Offline):
             selection = self._by_its_clock(selection)
             removal = _Removal(folder, dry=dry)
             is_complete = False
-            with suppress(KeyboardInterrupt):
-                removal.run(selection)
+            label = "looking at blocks" if dry else "removing"
+            with suppress(KeyboardInterrupt), progress(label, folder.parts()) as bar:
+                removal.run(selection, bar.advance)
                 is_complete = True
         return Removed.of_blocks(removal.gone.values(), removal.failed, is_complete=is_complete)
 
     @override
-    def shrink(self, capacity_bytes: int) -> Shrunk:
+    def shrink(self, capacity_bytes: int, progress: ShowProgress) -> Shrunk:
         with FsFolder(self.place) as folder:
-            return evict_to(folder, capacity_bytes)
+            return evict_to(folder, capacity_bytes, progress)
 
     def _by_its_clock(self, selection: Selection) -> Selection:
         """Return the selection with its time as the server of the folder reckons it."""
@@ -147,18 +149,18 @@ class _Removal:
         self._dry = dry
         self._names: list[str] = []
 
-    def run(self, selection: Selection) -> None:
+    def run(self, selection: Selection, advance: Callable[[], None]) -> None:
         """Remove the selected blocks. Ctrl-C passes, after what is gone was announced."""
         try:
-            for file in self._selected(selection):
+            for file in self._selected(selection, advance):
                 self._remove(file)
                 if len(self._names) >= _ANNOUNCED_AT_ONCE:
                     self._announce()
         finally:
             self._announce()
 
-    def _selected(self, selection: Selection) -> Iterator[BlockFile]:
-        for file in self._folder.files():
+    def _selected(self, selection: Selection, advance: Callable[[], None]) -> Iterator[BlockFile]:
+        for file in self._folder.files(advance):
             if isinstance(file, BlockFile) and selection.has(
                 file.namespace, key_of_file_untrusted(file.name), file.stored_s
             ):
