@@ -116,7 +116,7 @@ async def measure(
     *,
     is_alone: bool = False,
 ) -> TierLegs:
-    """Run all rounds. Calls ``advance`` after each turn of a side.
+    """Run all rounds. Calls ``advance`` after each leg of a side.
 
     ``is_alone``: without the plain clients.
 
@@ -136,15 +136,21 @@ async def measure(
     memory = SlotMemory.anonymous(2 * max(count, 1), block_bytes)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(client.close)
-        cleaner = _Cleaner(client)
+        cleaner = _Cleaner(client, memory)
         stack.push_async_callback(cleaner.clean)
-        tiers = []
+        tiers: list[BackendSide] = []
         for name in options.sides_of(config.type):
-            tiers.append(await _open_tier(stack, name, client, config, memory))
-            if not cleaner.is_needed:
-                cleaner.is_needed = True
-                with storage_faults(client.library):
-                    await client.open(memory.buffer)
+            side = _make_side(name, client, config, memory)
+            stack.push_async_callback(side.close)
+            cleaner.is_needed = True  # a tier that is still opening describes itself there
+            try:
+                await side.open()
+            except Exception:
+                cleaner.is_needed = bool(tiers)
+                raise
+            tiers.append(side)
+            with storage_faults(client.library):
+                await cleaner.open()
         for slot in range(count):
             data = kv_like(block_bytes, slot) if options.compression else os.urandom(block_bytes)
             memory.view(slot)[:] = data
@@ -162,15 +168,24 @@ async def measure(
 class _Cleaner:
     """Removes all that was stored, once there may be something."""
 
-    def __init__(self, client: PlainClient) -> None:
+    def __init__(self, client: PlainClient, memory: SlotMemory) -> None:
         self._client = client
+        self._memory = memory
+        self._is_open = False
         self.is_needed = False
+
+    async def open(self) -> None:
+        """Open the client, unless it is open."""
+        if not self._is_open:
+            await self._client.open(self._memory.buffer)
+            self._is_open = True
 
     async def clean(self) -> None:
         """Remove it. Where the server is gone, say what is left."""
         if not self.is_needed:
             return
         try:
+            await self.open()
             await self._client.remove_all()
         except Exception as error:  # noqa: BLE001 - each library has its own
             log.warning(
@@ -190,12 +205,8 @@ def _check_memory(leg_bytes: int) -> None:
         )
 
 
-async def _open_tier(
-    stack: AsyncExitStack,
-    name: str,
-    client: PlainClient,
-    config: TierConfig,
-    memory: SlotMemory,
+def _make_side(
+    name: str, client: PlainClient, config: TierConfig, memory: SlotMemory
 ) -> BackendSide:
     part = name.partition(", ")[2] or "tier"
     given = client.options_of_tier(part, memory.slot_count // 2 * memory.block_bytes)
@@ -205,10 +216,7 @@ async def _open_tier(
         backend = make_backend(
             TierConfig(config.type, config.name, options=options), client.context
         )
-    side = BackendSide(name, backend, memory, client.token)
-    stack.push_async_callback(side.close)
-    await side.open()
-    return side
+    return BackendSide(name, backend, memory, client.token)
 
 
 @contextmanager

@@ -270,6 +270,8 @@ def _notes_on_tp(asked: _Asked) -> list[str]:
 
 
 def _curve(points: Sequence[SizePoint], facts: Workfacts) -> list[dict[str, Any]]:
+    if not points:
+        return []
     return [
         {
             "blocks": point.blocks,

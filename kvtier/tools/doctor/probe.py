@@ -34,6 +34,7 @@ BLOCK_BYTES: Final = 1 << 20
 LEG_BYTES: Final = 512 << 20
 """Moved at once: enough to keep every type of tier busy."""
 
+ROUNDS: Final = 1
 PROBE_S_MAX: Final = 60.0
 CLEAN_UP_S_MAX: Final = 10.0
 POLL_S: Final = 0.05
@@ -67,7 +68,7 @@ def _measure(tier: TierConfig, block_bytes: int) -> tuple[float, float]:
     """Return the bytes a second that a tier stores and loads. Raises ``Misuse``, ``StoreFault``."""
     if tier.type not in PLAIN_CLIENTS:
         raise Misuse(f"kvtier bench measures {', '.join(PLAIN_CLIENTS)} only")
-    options = TierBenchOptions(LEG_BYTES, rounds=1, protection=False)
+    options = TierBenchOptions(LEG_BYTES, rounds=ROUNDS, protection=False)
 
     cancels: list[Callable[[], object]] = []
 
@@ -95,6 +96,6 @@ def _measure(tier: TierConfig, block_bytes: int) -> tuple[float, float]:
         legs = running.result()
     except TimeoutError:
         raise StoreFault(f"{LEG_BYTES >> 20} MiB take more than {PROBE_S_MAX:g} s") from None
-    (figures,) = legs.rounds
+    *_, figures = legs.rounds
     stored, loaded = (legs.leg_bytes / figures[kind][PLAIN].seconds for kind in (STORE, LOAD))
     return stored, loaded

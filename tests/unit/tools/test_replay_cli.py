@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.engine.facade import SchedulerFacade
-from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
+from kvtier.tools.cli.exit_status import BAD_INPUT
 from kvtier.tools.cli.main import main
 from kvtier.tools.cli.replaying import WRONG
 from tests.support.patience import PATIENCE_S, until
@@ -152,7 +152,7 @@ def test_a_signal_leaves_a_valid_partial_report_and_no_litter(tmp_path, number) 
     finally:
         child.kill()
         child.wait()
-    assert child.returncode == INTERRUPTED, failed
+    assert child.returncode == 128 + number, failed
     report = json.loads((work / "report.json").read_text())
     assert report["partial"]
     assert report["requests"]["first_tokens"] > 0
