@@ -20,13 +20,20 @@ _DURATION: Final = re.compile(
     rf"\s*([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?)\s*({'|'.join(_SECONDS)})\s*", re.ASCII | re.IGNORECASE
 )
 
-_GIB: Final = 1 << 30
+_UNIT: Final = 1024
+_LETTERS: Final = "KMGTP"
 _AGES: Final = (("d", 86_400), ("h", 3600), ("min", 60))
 
 
-def shown_gib(size: int) -> str:
-    """Return a size in GiB, with more digits where it is small."""
-    return f"{size / _GIB:,.1f}" if size >= _GIB else f"{size / _GIB:.4f}"
+def shown_bytes(size: float) -> str:
+    """Return a number of bytes in the largest unit that fits, with a digit behind the point."""
+    if size < _UNIT:
+        return "1 byte" if size == 1 else f"{size:.0f} bytes"
+    power = 0
+    while size >= _UNIT and power < len(_LETTERS):
+        size /= _UNIT
+        power += 1
+    return f"{size:,.1f} {_LETTERS[power - 1]}iB"
 
 
 def shown_age(since_s: int | None) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.options import Options, shown
+from kvtier.plugin_api.sizes import shown_bytes
 from kvtier.tools.checking.findings import Finding
 from kvtier.tools.checking.rules import CAPACITY_ABOVE_FILESYSTEM, NOT_MOUNTED, RELATIVE_PATH
 from kvtier_backends.posix import filesystem_of, nearest
@@ -42,7 +43,7 @@ def doubts_of_place(options: Mapping[str, object], place: str) -> Iterator[Findi
             yield Finding(
                 NOT_MOUNTED,
                 f"{given}: {bare} on this host, so an engine would write to the root filesystem "
-                f"({free} of {size} bytes free).",
+                f"({shown_bytes(free)} of {shown_bytes(size)} free).",
                 "If a disk belongs there, mount it first.",
             )
     capacity = capacity_of(options)
@@ -50,7 +51,7 @@ def doubts_of_place(options: Mapping[str, object], place: str) -> Iterator[Findi
         yield Finding(
             CAPACITY_ABOVE_FILESYSTEM,
             f"{CAPACITY}={shown(options[CAPACITY])} is more than the filesystem has at {above} on "
-            f"this host, {size} bytes: an engine would start, and use what room it finds.",
+            f"this host, {shown_bytes(size)}: an engine would start, and use what room it finds.",
             "Lower it.",
         )
 

@@ -95,16 +95,16 @@ def _shrink(offline: Offline, capacity: int) -> dict[str, Any]:
 
 
 def _show(figures: dict[str, Any]) -> None:
-    from kvtier.plugin_api.sizes import shown_gib  # noqa: PLC0415 - as in evict
+    from kvtier.plugin_api.sizes import shown_bytes  # noqa: PLC0415 - as in evict
 
     print(
         f"{figures['path']}: removed {figures['blocks_removed']:,} of {figures['blocks']:,} "
-        f"blocks, {shown_gib(figures['bytes_removed'])} GiB. Left: "
-        f"{shown_gib(figures['bytes_left'])} of {shown_gib(figures['capacity_bytes'])} GiB."
+        f"blocks, {shown_bytes(figures['bytes_removed'])}. Left: "
+        f"{shown_bytes(figures['bytes_left'])} of {shown_bytes(figures['capacity_bytes'])}."
     )
     if figures["blocks_failed"]:
         print(f"{figures['blocks_failed']:,} blocks could not be removed: {figures['reason']}.")
     if figures["other_bytes"] > figures["capacity_bytes"]:
-        print(f"Files that are no blocks take {shown_gib(figures['other_bytes'])} GiB of it.")
+        print(f"Files that are no blocks take {shown_bytes(figures['other_bytes'])} of it.")
     if not figures["complete"]:
         print("Interrupted: the rest is as it was.")

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.errors import ConfigError
-from kvtier.plugin_api.sizes import shown_age, shown_gib
+from kvtier.plugin_api.sizes import shown_age, shown_bytes
 from kvtier.tools.terminal import table
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ _COLUMNS: Final = (
     _Column("key_id", "key id", _digest),
     _Column("block_bytes", "block bytes", "{:,}".format),
     _Column("blocks", "blocks", "{:,}".format),
-    _Column("bytes", "GiB", shown_gib),
+    _Column("bytes", "size", shown_bytes),
     _Column("dead_blocks", "dead", "{:,}".format),
-    _Column("dead_bytes", "GiB dead", shown_gib),
+    _Column("dead_bytes", "size dead", shown_bytes),
     _Column("slots", "slots", "{:,}".format),
     _Column("oldest_s", "oldest", shown_age),
     _Column("newest_s", "newest", shown_age),
@@ -80,7 +80,8 @@ def sums_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 def summed_up(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return the same for people."""
     sums = sums_of(rows)
-    return f"{sums['blocks']:,} blocks, {shown_gib(sums['bytes'])} GiB"
+    blocks = "1 block" if sums["blocks"] == 1 else f"{sums['blocks']:,} blocks"
+    return f"{blocks}, {shown_bytes(sums['bytes'])}"
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

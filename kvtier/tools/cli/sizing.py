@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.errors import ConfigError
-from kvtier.plugin_api.sizes import read_bytes
+from kvtier.plugin_api.sizes import read_bytes, shown_bytes
 from kvtier.settings.runtime_config import DEFAULT_POLICY
 from kvtier.tools.cli.exit_status import INTERRUPTED
 from kvtier.tools.cli.trace_input import describe, read_trace_in_sight
@@ -85,9 +85,9 @@ def _without_trace(block_tokens: int, asked: _Asked) -> dict[str, Any]:
     if asked.tiers:
         tokens = report["tokens_per_tier"]
         rows = [
-            [name, f"{size / GIB:,.1f}", f"{tokens[name]:,}"] for name, size in asked.tiers.items()
+            [name, shown_bytes(size), f"{tokens[name]:,}"] for name, size in asked.tiers.items()
         ]
-        table("Tokens per tier", ["tier", "GiB", "tokens"], rows)
+        table("Tokens per tier", ["tier", "size", "tokens"], rows)
         _show_engines(asked, next(iter(tokens.values())), "first tier")
     return report
 
@@ -223,7 +223,8 @@ def _tier_blocks(tiers: Mapping[str, int], block_bytes: int, distinct: int) -> d
         blocks[name] = min(size // block_bytes, distinct)
         if not blocks[name]:
             raise ConfigError(
-                f"--tiers: {name} has {size:,} bytes, and a block takes {block_bytes:,}. "
+                f"--tiers: {name} has {shown_bytes(size)}, and a block takes "
+                f"{shown_bytes(block_bytes)}. "
                 "Make it larger, with a unit such as GiB."
             )
     return blocks
@@ -331,14 +332,14 @@ def _show_curve(title: str, curve: Sequence[Mapping[str, Any]], best: int | None
             [
                 f"{100 * point['blocks'] / curve[-1]['blocks']:.3g} %",
                 f"{point['blocks']:,}",
-                f"{point['bytes'] / GIB:,.1f}",
+                shown_bytes(point["bytes"]),
                 f"{point['tokens']:,}",
                 f"{point['hit_ratio']:.3f}",
                 "-" if saved is None else f"{saved:,.0f}",
                 "knee" if index == best else "",
             ]
         )
-    columns = ["share", "blocks", "GiB", "tokens", "hit ratio", "1 GiB more saves", ""]
+    columns = ["share", "blocks", "size", "tokens", "hit ratio", "1 GiB more saves", ""]
     table(title, columns, rows)
     print("1 GiB more saves: prompt tokens per 1,000 requests that need not be computed.")
 
@@ -347,7 +348,7 @@ def _show_tiers(title: str, tiers: Sequence[Mapping[str, Any]]) -> None:
     rows = [
         [
             tier["name"],
-            f"{tier['bytes'] / GIB:,.1f}",
+            shown_bytes(tier["bytes"]),
             f"{tier['tokens']:,}",
             f"{tier['hit_ratio']:.3f}",
             f"{tier['hit_ratio_so_far']:.3f}",
@@ -355,7 +356,7 @@ def _show_tiers(title: str, tiers: Sequence[Mapping[str, Any]]) -> None:
         ]
         for tier in tiers
     ]
-    table(title, ["tier", "GiB", "tokens", "hits here", "hits so far", "price"], rows)
+    table(title, ["tier", "size", "tokens", "hits here", "hits so far", "price"], rows)
 
 
 def _show_extra_config(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.options import shown
+from kvtier.plugin_api.sizes import shown_bytes
 from kvtier.tools.bench.plain_files import takes_direct
 from kvtier.tools.checking.findings import Finding
 from kvtier.tools.checking.places import CAPACITY, capacity_of, doubts_of_place
@@ -132,8 +133,8 @@ def _room(options: Mapping[str, object], place: str, above: str) -> Iterator[Fin
     if held is not None and capacity - held > free:
         yield Finding(
             CAPACITY_ABOVE_FREE,
-            f"{CAPACITY}={shown(options[CAPACITY])} is more than the {free} bytes that are free at "
-            f"{above} and the {held} bytes that the folder has.",
+            f"{CAPACITY}={shown(options[CAPACITY])} is more than the {shown_bytes(free)} that are "
+            f"free at {above} and the {shown_bytes(held)} that the folder has.",
             f"Free some, or lower {CAPACITY}.",
         )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.plugin_api.machine import free_memory_bytes
 from kvtier.plugin_api.options import shown
-from kvtier.plugin_api.sizes import read_bytes
+from kvtier.plugin_api.sizes import read_bytes, shown_bytes
 from kvtier.settings.runtime_config import RuntimeConfig
 from kvtier.tools.checking.rules import (
     CASCADES_BELOW_PROMPT,
@@ -40,7 +40,8 @@ def _beside_what_is_free(subject: Subject, given: str, findings: Findings) -> No
     if free is not None and free < wanted and not findings.refused:
         findings.add(
             MEMORY_IN_USE,
-            f"{given}: {wanted} bytes together, and {free} bytes of memory are free now.",
+            f"{given}: {shown_bytes(wanted)} together, and {shown_bytes(free)} of memory are "
+            "free now.",
             f"Lower {KEY}, or raise the container's memory limit, or end what uses the memory.",
         )
 
@@ -49,22 +50,24 @@ def _beside_gpu(subject: Subject, given: str, findings: Findings) -> None:
     engine = subject.engine
     primary_tokens = subject.slots * subject.block_tokens
     if subject.gpu_tokens and primary_tokens:
-        holds, of_gpu, unit = primary_tokens, subject.gpu_tokens, "tokens"
+        holds, of_gpu = f"{primary_tokens:,} tokens", f"{subject.gpu_tokens:,}"
+        is_smaller = primary_tokens < subject.gpu_tokens
     elif engine.kv_cache_memory_bytes is not None:
         # Each GPU has a part of each block, but for a latent cache: there each one has all.
-        of_gpu = read_bytes(engine.kv_cache_memory_bytes, "--kv-cache-memory-bytes")
-        of_gpu *= 1 if subject.is_latent else engine.tensor_parallel_size
-        holds, unit = subject.primary_bytes, "bytes"
+        gpu_bytes = read_bytes(engine.kv_cache_memory_bytes, "--kv-cache-memory-bytes")
+        gpu_bytes *= 1 if subject.is_latent else engine.tensor_parallel_size
+        holds, of_gpu = shown_bytes(subject.primary_bytes), shown_bytes(gpu_bytes)
+        is_smaller = subject.primary_bytes < gpu_bytes
     else:
         findings.not_checked.append(
             "whether host memory is larger than the GPU's own cache: give --kv-cache-memory-bytes, "
             "or the address of a running engine and --block-bytes"
         )
         return
-    if holds < of_gpu:
+    if is_smaller:
         findings.add(
             PRIMARY_BELOW_GPU,
-            f"{given} holds {holds} {unit}, and the GPU's own KV cache {of_gpu}.",
+            f"{given} holds {holds}, and the GPU's own KV cache {of_gpu}.",
             f"Raise {KEY} above the GPU's cache: twice as much is a start.",
         )
 
@@ -81,7 +84,8 @@ def _beside_prompt(subject: Subject, given: str, findings: Findings) -> None:
         findings.add(
             PRIMARY_BELOW_PROMPT,
             f"{given} has {slots} slots, and {subject.longest_prompt} has {blocks} blocks.",
-            f"Raise {KEY} to {2 * blocks * subject.block_bytes} bytes or more, room for two.",
+            f"Raise {KEY} to {shown_bytes(2 * blocks * subject.block_bytes)} or more, room for "
+            "two.",
         )
         return
     fraction = subject.extra.get(FRACTION, RuntimeConfig.cascade_slots_fraction_max)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from kvtier.plugin_api.sizes import shown_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -83,8 +85,8 @@ def _moves(report: Mapping[str, Any]) -> Table:
     primary = report["tiers"][0]["name"]
     gpu = report["gpu"]
     rows: list[Sequence[object]] = [
-        (f"GPU > {primary}", f"{gpu['stored_bytes'] / 1e9:.3f}", "", "", "", ""),
-        (f"{primary} > GPU", f"{gpu['loaded_bytes'] / 1e9:.3f}", "", "", "", ""),
+        (f"GPU > {primary}", shown_bytes(gpu["stored_bytes"]), "", "", "", ""),
+        (f"{primary} > GPU", shown_bytes(gpu["loaded_bytes"]), "", "", "", ""),
     ]
     for tier in report["tiers"][1:]:
         for label, moved, took in (
@@ -95,14 +97,14 @@ def _moves(report: Mapping[str, Any]) -> Table:
             rows.append(
                 (
                     label,
-                    f"{moved['bytes'] / 1e9:.3f}",
+                    shown_bytes(moved["bytes"]),
                     f"{moved['busy_s']:.1f}",
-                    "-" if rate is None else f"{rate / 1e9:.3f}",
+                    "-" if rate is None else f"{shown_bytes(rate)}/s",
                     _milliseconds(took["p50"]),
                     _milliseconds(took["p99"]),
                 )
             )
-    columns = ("", "GB", "busy s", "GB/s", "p50 ms", "p99 ms")
+    columns = ("", "moved", "busy s", "speed", "p50 ms", "p99 ms")
     return Table("Bytes moved; times of a cascaded block, of a promotion job", columns, rows)
 
 

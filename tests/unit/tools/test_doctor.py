@@ -107,7 +107,7 @@ def host_memory_below_what_a_running_engine_has(patient: Patient) -> None:
     patient.pages = [Page.sound(num_gpu_blocks="65")]
 
 
-@fault("primary-below-prompt", f"{2 * 65 * BLOCK_BYTES} bytes or more")
+@fault("primary-below-prompt", "8.1 MiB or more")
 def host_memory_below_a_prompt(patient: Patient) -> None:
     patient.arguments["max_model_len"] = 64 * 16 + 1
 
@@ -121,12 +121,12 @@ def with_model(patient: Patient, folder: Path, model: str, tokens: int) -> None:
     patient.arguments["model"] = model
 
 
-@fault("primary-below-prompt", f"{2 * 65 * BLOCK_BYTES} bytes or more")
+@fault("primary-below-prompt", "8.1 MiB or more")
 def host_memory_below_a_prompt_of_the_model(patient: Patient) -> None:
     with_model(patient, patient.folder / "m", str(patient.folder / "m"), 64 * 16 + 1)
 
 
-@fault("primary-below-prompt", f"{2 * 65 * BLOCK_BYTES} bytes or more")
+@fault("primary-below-prompt", "8.1 MiB or more")
 def host_memory_below_a_prompt_of_a_model_of_the_hub(patient: Patient) -> None:
     cached = patient.folder / "hf/hub/models--org--m"
     with_model(patient, cached / "snapshots/abc123", "org/m", 64 * 16 + 1)

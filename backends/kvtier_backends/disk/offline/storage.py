@@ -23,7 +23,7 @@ from kvtier.plugin_api.offline import (
     Verified,
 )
 from kvtier.plugin_api.options import Options
-from kvtier.plugin_api.sizes import shown_age, shown_gib
+from kvtier.plugin_api.sizes import shown_age, shown_bytes
 from kvtier_backends.disk.folder.claim import Claim, segment_numbers
 from kvtier_backends.disk.format import NO_KEY_ID
 from kvtier_backends.disk.offline.fsck import Checker, folder_damaged
@@ -234,8 +234,8 @@ def _rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("in use", f"by {figures['in_use_by']}" if figures["in_use"] else "no"),
         ("made", f"{shown_age(figures['made_s'])} ago"),
-        ("GiB on disk", shown_gib(figures["bytes_on_disk"])),
-        ("bytes of a region", f"{figures['region_bytes']:,}"),
+        ("size on disk", shown_bytes(figures["bytes_on_disk"])),
+        ("size of a region", shown_bytes(figures["region_bytes"])),
         *_region_rows(figures["regions"]),
     ]
 
@@ -256,7 +256,7 @@ def _verified(checked: Checked) -> Verified:
             "blocks_skipped": checked.blocks_skipped,
             "bytes_read": checked.bytes_read,
         },
-        rows=[*rows, ("GiB read", shown_gib(checked.bytes_read)), *_region_rows(regions)],
+        rows=[*rows, ("read", shown_bytes(checked.bytes_read)), *_region_rows(regions)],
         problems=[
             {"case": each.case, "region": each.region, "count": each.size, "what": each.what}
             for each in checked.problems

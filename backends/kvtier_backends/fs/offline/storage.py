@@ -14,7 +14,7 @@ from typing_extensions import override
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.offline import Contents, NamespaceBlocks, Offline, Removed, Verified
 from kvtier.plugin_api.options import Options
-from kvtier.plugin_api.sizes import shown_gib
+from kvtier.plugin_api.sizes import shown_bytes
 from kvtier_backends.fs.layout import key_of_file_untrusted
 from kvtier_backends.fs.offline.checking import check_folder
 from kvtier_backends.fs.offline.evicting import announce, evict_to
@@ -79,11 +79,11 @@ class FsStorage(Offline):
             [*held.values()],
             {"capacity_bytes": capacity, "cleaner": cleaner, "other_bytes": others},
             (
-                ("capacity, GiB", "-" if capacity is None else shown_gib(capacity)),
+                ("capacity", "-" if capacity is None else shown_bytes(capacity)),
                 ("cleaned by", cleaner or "-"),
                 ("blocks", f"{blocks:,}"),
-                ("GiB of blocks", shown_gib(size)),
-                ("GiB of other files", shown_gib(others)),
+                ("size of blocks", shown_bytes(size)),
+                ("size of other files", shown_bytes(others)),
             ),
             is_complete,
         )
@@ -104,7 +104,7 @@ class FsStorage(Offline):
                 ("sound blocks", f"{checked.blocks:,}"),
                 ("blocks without a checksum, not verified", f"{checked.unverified:,}"),
                 ("blocks removed meanwhile, skipped", f"{checked.skipped:,}"),
-                ("GiB read", shown_gib(checked.bytes_read)),
+                ("read", shown_bytes(checked.bytes_read)),
             ),
             problems=[problem._asdict() for problem in checked.problems],
             problem_count=sum(checked.cases.values()),
