@@ -295,6 +295,12 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     return by_lower[near[0]] if len(near) == 1 else None
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the question whether a known name was meant, behind a space; empty if none is near."""
+    near = nearest_name(name, known)
+    return "" if near is None else f" Did you mean {near!r}?"
+
+
 def refusal(key: str, text: str) -> ConfigError:
     """Build a refusal that carries the key at fault."""
     error = ConfigError(text)

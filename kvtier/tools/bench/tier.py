@@ -18,6 +18,7 @@ from kvtier.errors import Misuse
 from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.machine import free_memory_bytes
+from kvtier.plugin_api.options import did_you_mean
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.plugins import make_backend
 from kvtier.settings.runtime_config import TierConfig
@@ -97,8 +98,8 @@ def plain_client_class(kind: str) -> type[PlainClient]:
     """Return the class for a type of tier. Raises ``Misuse`` if it can't be measured."""
     if kind not in PLAIN_CLIENTS:
         raise Misuse(
-            f"--tier: type {kind!r} has no client library to be measured beside. Choose one of "
-            f"{', '.join(PLAIN_CLIENTS)}."
+            f"--tier: type {kind!r} has no client library to be measured beside."
+            f"{did_you_mean(kind, PLAIN_CLIENTS)} Choose one of {', '.join(PLAIN_CLIENTS)}."
         )
     return PLAIN_CLIENTS[kind]
 

@@ -13,11 +13,12 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnknownCommandError
 
 from kvtier import __version__
 from kvtier.errors import Misuse
 from kvtier.plugin_api.log import default_processors
+from kvtier.plugin_api.options import did_you_mean
 from kvtier.tools.cli.completion import add_completion
 from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED, TERMINATED
 from kvtier.tools.cli.options import DEFAULTS
@@ -40,6 +41,8 @@ COMMANDS: Final = (
     "status",
     "top",
 )
+OPTIONS: Final = ("--help", "--version", "--install-completion", "--show-completion")
+"""What may stand in a command's place."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,12 +72,20 @@ def _run(argv: Sequence[str] | None) -> int:
         with _log_on_stderr():
             status: int | None = app(given)
     except (CycloptsError, Misuse) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {error}{_meant(error)}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
     return status or 0
+
+
+def _meant(error: Exception) -> str:
+    """Return which option was meant where a command was to be; cyclopts names commands only."""
+    if not isinstance(error, UnknownCommandError) or not error.unused_tokens:
+        return ""
+    (given, *_) = error.unused_tokens
+    return did_you_mean(given, OPTIONS) if given.startswith("-") else ""
 
 
 def make_app() -> App:

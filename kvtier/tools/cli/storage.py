@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError, StoreFault
 from kvtier.plugin_api.offline import unreadable
-from kvtier.plugin_api.options import shown
+from kvtier.plugin_api.options import did_you_mean, shown
 from kvtier.settings.plugins import offline_classes
 from kvtier.tools.answering import ANSWER_S_MAX, check_answers, silent_option
 from kvtier.tools.terminal import check_can_report
@@ -75,7 +75,10 @@ def _of_entry(place: str, classes: Mapping[str, type[Offline]]) -> Offline:
         ) from None
     kind = entry.pop("type", None)
     if not isinstance(kind, str) or kind not in classes:
-        raise ConfigError(f"{shown(place)} is no tier that can be listed. {_what_to_name(classes)}")
+        meant = did_you_mean(kind, classes) if isinstance(kind, str) else ""
+        raise ConfigError(
+            f"{shown(place)} is no tier that can be listed.{meant} {_what_to_name(classes)}"
+        )
     silent = silent_option(entry)
     if silent is not None:
         raise ConfigError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError
+from kvtier.plugin_api.options import did_you_mean
 from kvtier.plugin_api.sizes import read_bytes
 from kvtier.settings.extra_config import cpu_bytes_to_use, read_settings
 from kvtier.tools.replay.gpu import Verify
@@ -86,8 +87,9 @@ def read_tier(text: str) -> dict[str, Any]:
     given = rest.rsplit(":", len(keys) - 1) if keys else []
     if not keys or len(given) != len(keys) or not all(given):
         short = ", ".join(f"{kind}:{':'.join(keys).upper()}" for kind, keys in SHORT_TIERS.items())
+        meant = "" if keys else did_you_mean(kind, SHORT_TIERS)
         raise ConfigError(
-            f"--tier {text!r} is unknown. Write {short}, or an entry of secondary_tiers as JSON."
+            f"--tier {text!r} is unknown.{meant} Write {short}, or an entry of secondary_tiers as JSON."
         )
     return {
         "type": kind,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kvtier.errors import ConfigError
+from kvtier.plugin_api.options import did_you_mean
 
 CONFIG_BYTES_MAX: Final = 4 * 2**20
 LAYERS_MAX: Final = 10_000
@@ -311,7 +312,10 @@ def _dtype(asked: str, of_model: str | None) -> tuple[str, tuple[str, ...]]:
     """Return the type of the cache's entries, and what to note about it."""
     if asked != "auto":
         if asked not in DTYPE_BYTES:
-            raise ConfigError(f"dtype={asked!r} is unknown. Known: {', '.join(DTYPE_BYTES)}.")
+            meant = did_you_mean(asked, DTYPE_BYTES)
+            raise ConfigError(
+                f"dtype={asked!r} is unknown.{meant} Known: {', '.join(DTYPE_BYTES)}."
+            )
         return asked, ()
     if of_model is None:
         return "bfloat16", ("dtype not stated: bfloat16 assumed",)

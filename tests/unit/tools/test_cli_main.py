@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pty
+import re
 import subprocess
 import sys
 import tomllib
@@ -100,6 +102,32 @@ def test_ctrl_c_that_no_command_catches_is_told_and_is_no_success(
     monkeypatch.setattr(check, "read_config", interrupted)
     kvtier.shown("check", "any.json", status=INTERRUPTED)
     assert kvtier.err == "kvtier check: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("stauts", "status"),
+        ("--verison", "--version"),
+        ("bench teir", "tier"),
+        ("ls --jsno x PLACE", "--json"),
+        ("replay x --verify ful", "full"),
+        ("size --layers 1 --kv-heads 1 --head-dim 1 --dtype bflaot16", "bfloat16"),
+        ("--show-completion bahs", "bash"),
+        ('fsck {"type":"dsik"}', "disk"),
+        ('bench tier --tier {"type":"reids"}', "redis"),
+        ("replay TRACE --dram 1MiB --tier dsik:PLACE:1GiB", "disk"),
+        ("replay TRACE --policies lur", "lru"),
+    ],
+)
+def test_a_misspelt_command_option_or_value_is_answered_with_what_was_meant(
+    given: str, meant: str, tmp_path: Path, kvtier: Shell
+) -> None:
+    request = {"time_s": 1, "tokens": 16, "output_tokens": 1, "blocks": [1]}
+    (tmp_path / "trace").write_text(json.dumps(request))
+    places = {"PLACE": str(tmp_path), "TRACE": str(tmp_path / "trace")}
+    words = [re.sub("PLACE|TRACE", lambda found: places[found[0]], each) for each in given.split()]
+    assert re.search(rf"(?i)did you mean ['\"]?{meant}['\"]?\?", kvtier.refused(*words))
 
 
 CONFIG = '{"spec_name": "KVTierOffloadingSpec", "secondary_tiers": [{"type": "disk"}]}'
