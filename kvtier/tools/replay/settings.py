@@ -89,7 +89,8 @@ def read_tier(text: str) -> dict[str, Any]:
         short = ", ".join(f"{kind}:{':'.join(keys).upper()}" for kind, keys in SHORT_TIERS.items())
         meant = "" if keys else did_you_mean(kind, SHORT_TIERS)
         raise ConfigError(
-            f"--tier {text!r} is unknown.{meant} Write {short}, or an entry of secondary_tiers as JSON."
+            f"--tier {text!r} is unknown.{meant} Write {short}, or an entry of "
+            "secondary_tiers as JSON."
         )
     return {
         "type": kind,
