@@ -7,7 +7,6 @@ tiers are looked at at once: one that hangs holds up none of the others.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -27,6 +26,7 @@ from kvtier.tools.answering import ANSWER_S_MAX, silent_option
 from kvtier.tools.checking.announced import doubts_of_address
 from kvtier.tools.checking.findings import Findings
 from kvtier.tools.checking.places import doubts_of_place
+from kvtier.tools.terminal import progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     LookAtPlace: TypeAlias = Callable[[TierConfig, str], Iterable[Finding]]
 
 LOOK_S_MAX: Final = 15.0
+INTERRUPTED_S_MAX: Final = 0.5
+"""After Ctrl-C: so long a trial may take to remove what it has stored."""
 
 
 def _doubts_of_place(config: TierConfig, place: str) -> Iterator[Finding]:
@@ -68,14 +70,24 @@ def check_tiers(
         wait_s=wait_s,
         look_at_place=look_at_place,
     )
-    with ThreadPoolExecutor(max_workers=len(configs)) as threads:
-        for config, (found, place) in zip(configs, threads.map(look, configs), strict=True):
-            findings.merge(found)
-            if place is not None and owner_of.setdefault(place, config.name) != config.name:
-                findings.refuse(
-                    f"secondary tiers {owner_of[place]} and {config.name} both use {place!r}. Give "
-                    "each tier a place of its own."
-                )
+    looks = [BoundedCall(partial(look, each), f"kvtier-{each.name}-look") for each in configs]
+    try:
+        with progress("looking at the tiers", len(configs)) as bar:
+            for call in looks:
+                call.result()
+                bar.advance()
+    except KeyboardInterrupt:
+        for call in looks:
+            call.wait(INTERRUPTED_S_MAX)
+        raise
+    for config, call in zip(configs, looks, strict=True):
+        found, place = call.result()
+        findings.merge(found)
+        if place is not None and owner_of.setdefault(place, config.name) != config.name:
+            findings.refuse(
+                f"secondary tiers {owner_of[place]} and {config.name} both use {place!r}. Give "
+                "each tier a place of its own."
+            )
 
 
 def _check_tier(

@@ -35,7 +35,7 @@ def config_of(model: str, environment: Mapping[str, str] = os.environ) -> Path |
     folder = folder_in_cache(model, environment)
     try:
         commit = (folder / MAIN).read_text()[:COMMIT_CHARACTERS_MAX].strip() if folder else ""
-    except (OSError, UnicodeDecodeError):
+    except (OSError, ValueError):
         return None
     if folder is None or not commit.isalnum():
         return None

@@ -40,6 +40,7 @@ pytestmark = pytest.mark.slow
 
 BLOCKS = 12
 FOR_EVER = "1000000"
+REQUESTS = 50_000
 CAPACITIES = ",".join(map(str, range(1, 101)))
 
 PROGRAM = """
@@ -137,7 +138,7 @@ class Place:
         """Return a trace that a hundred replays take half a minute for."""
         path = self.folder / "trace.jsonl"
         with path.open("w") as file:
-            for number in range(50_000):
+            for number in range(REQUESTS):
                 blocks = [*range(4 * number, 4 * number + 4)]
                 line = {"time_s": number, "tokens": 64, "output_tokens": 4, "blocks": blocks}
                 file.write(f"{json.dumps(line)}\n")
@@ -218,6 +219,15 @@ def evict_again_and_again(place: Place) -> Work:
 def check_of_a_pipe(place: Place) -> Work:
     path, is_read = place.pipe()
     return Work(["check", path], is_at_work=is_read)
+
+
+@work
+def check_that_connects(place: Place) -> Work:
+    address, is_called = place.silent()
+    tier = {"type": "redis", "url": f"redis://{address}", "connect_timeout_s": 3600}
+    file = place.folder / "kv.json"
+    file.write_text(json.dumps({"cpu_bytes_to_use": "1GiB", "secondary_tiers": [tier]}))
+    return Work(["check", str(file), "--connect"], is_at_work=is_called)
 
 
 @work
