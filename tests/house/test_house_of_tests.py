@@ -37,7 +37,7 @@ MAY_READ_A_CLOCK = {
     "model/test_model.py": "runs for as long as it is told",
     "unit/runtime/test_hanging_storage.py": "moves a clock on once something hangs",
     "vllm/support/engine.py": "notes how long a round took, for people",
-    "unit/tools/test_cli_interrupted.py",  # prints how long a command took to end, for people
+    "unit/tools/test_cli_interrupted.py": "prints how long a command took to end, for people",
 }
 MAY_SLEEP = {
     "support/starvation.py": "looks at the clock time and again, beside the tests",
