@@ -109,7 +109,7 @@ class FsFolder:
                 advance()
             yield path, status
 
-    def files(self, advance: Callable[[], None]) -> Iterator[BlockFile | int]:
+    def files(self, advance: Callable[[], None] = lambda: None) -> Iterator[BlockFile | int]:
         """Yield all block files, and the bytes of each other file. ``advance``: see ``walk``."""
         for path, status in self.walk(advance):
             namespace, _, name = path.partition("/")
