@@ -144,8 +144,12 @@ def write_json(path: str | Path, data: Any) -> None:  # noqa: ANN401 - whatever 
 def _console(stream: Any) -> Console:  # noqa: ANN401 - a text stream
     from rich.console import Console  # noqa: PLC0415 - slow to import
 
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # as print does: its own way ends with status 1
+
     width = None if stream.isatty() else PLAIN_WIDTH_COLUMNS
-    return Console(file=stream, width=width, highlight=False)
+    return Plain(file=stream, width=width, highlight=False)
 
 
 class _BarProgress:

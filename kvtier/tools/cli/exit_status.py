@@ -10,5 +10,8 @@ BAD_INPUT: Final = 2
 INTERRUPTED: Final = 130
 """After Ctrl-C, as shells have it."""
 
+UNREAD: Final = 141
+"""After whoever read its output has ended, such as ``head``; as shells have it for SIGPIPE."""
+
 TERMINATED: Final = 143
 """After SIGTERM, which a command handles as Ctrl-C; as shells have it."""

@@ -20,7 +20,7 @@ from kvtier.errors import Misuse
 from kvtier.plugin_api.log import default_processors
 from kvtier.plugin_api.options import did_you_mean
 from kvtier.tools.cli.completion import add_completion
-from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED, TERMINATED
+from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED, TERMINATED, UNREAD
 from kvtier.tools.cli.options import DEFAULTS
 from kvtier.tools.held_signals import terminable
 
@@ -74,6 +74,9 @@ def _run(argv: Sequence[str] | None) -> int:
     except (CycloptsError, Misuse) as error:
         print(f"{name}: {error}{_meant(error)}", file=sys.stderr)
         return BAD_INPUT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to be flushed
+        return UNREAD
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED

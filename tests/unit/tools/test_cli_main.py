@@ -17,7 +17,7 @@ import pytest
 
 from kvtier import __version__
 from kvtier.tools.cli import check
-from kvtier.tools.cli.exit_status import INTERRUPTED
+from kvtier.tools.cli.exit_status import INTERRUPTED, UNREAD
 from tests.unit.backends.disk._disk import open_disk
 
 if TYPE_CHECKING:
@@ -85,6 +85,22 @@ def test_the_version_stands_in_one_place_which_a_clone_has_too() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "kvtier.__version__"}
+
+
+def test_a_reader_that_has_had_enough_is_no_fault(tmp_path: Path) -> None:
+    ours, its = os.pipe()
+    os.close(ours)
+    command = ["size", "--layers", "2", "--kv-heads", "2", "--head-dim", "64"]
+    run = subprocess.run(
+        [sys.executable, "-m", "kvtier", *command],
+        stdout=its,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        check=False,
+    )
+    os.close(its)
+    assert (run.returncode, run.stderr) == (UNREAD, b"")
 
 
 def test_the_version_names_kvtier_python_and_vllm(kvtier: Shell) -> None:
