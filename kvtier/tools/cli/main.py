@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 COMMANDS: Final = (
+    "alerts",
     "bench",
     "check",
+    "dashboard",
     "doctor",
     "evict",
     "fsck",

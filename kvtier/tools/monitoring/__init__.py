@@ -1,0 +1,1 @@
+"""What operators watch engines with: a dashboard for Grafana, and rules for Prometheus."""

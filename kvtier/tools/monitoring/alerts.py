@@ -1,0 +1,258 @@
+"""Prometheus rules: alerts, each with its remedy, and records of what is slow to query.
+
+None of the alerts is about a request that fails: a sick tier costs hits. ``warning`` is for what
+loses hits now, or says that storage is broken; ``info`` is for a configuration that could be better.
+Remedies of faults are those of ``kvtier status`` and ``kvtier doctor``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from kvtier.tools.doctor.running import QUERIES_MIN, WASTED_MIN, WASTED_SHARE
+from kvtier.tools.monitoring.questions import QUESTIONS
+from kvtier.tools.watching.readings import FAULTS
+from kvtier.tools.watching.shown import WORN_A_DAY
+
+Severity: TypeAlias = Literal["warning", "info"]
+
+CRASHES_MIN: Final = 3
+"""A single crash is over after a second or two; of this many within half an hour, each restart fails."""
+
+SAMPLED_MIN: Final = 1_000
+"""So many sampled stores, 16,000 blocks, must there be before the share of those read means much."""
+
+READ_SHARE: Final = 0.02
+"""Below it, 50 blocks are written for one that is read."""
+
+DECISIONS_MIN: Final = 100
+COMPUTED_SHARE: Final = 0.5
+"""Of requests whose blocks a tier has: above it, computing is usually faster than loading them."""
+
+
+class Alert(NamedTuple):
+    """One alert, for each tier or engine that its query finds."""
+
+    name: str
+    about: str  #: what is so, as a clause; ``{{ $labels.tier }}`` is the tier
+    query: str
+    holds: str  #: how long the query must find it
+    severity: Severity
+    remedy: str
+
+    def rule(self) -> dict[str, Any]:
+        """Return the alert as Prometheus reads it."""
+        where = "{{ $labels.instance }}, engine {{ $labels.engine }}"
+        return {
+            "alert": self.name,
+            "expr": self.query,
+            "for": self.holds,
+            "labels": {"severity": self.severity},
+            "annotations": {
+                "summary": f"{where}: {self.about}.",
+                "remedy": f"{self.remedy[:1].upper()}{self.remedy[1:]}.",
+            },
+        }
+
+
+def _remedy(fault: str) -> str:
+    """Return what to do about a fault of a tier, without what the fault is."""
+    return FAULTS[fault].partition(": ")[2]
+
+
+TIER: Final = "tier {{ $labels.tier }}"
+
+ALERTS: Final = (
+    # Restarts are tried for ever, 10 s apart at most: after five minutes a person must look.
+    Alert(
+        "KvtierTierDisabled",
+        f"{TIER} is disabled: its code raised, its process ended, or it can't be opened",
+        "max without (work) (kvtier:tier_breaker_state) == 3\n",
+        "5m",
+        "warning",
+        _remedy("crashes"),
+    ),
+    # A breaker that opens for a blip closes within seconds. Half-open counts: a sick tier is in
+    # turns open and half-open.
+    Alert(
+        "KvtierTierBypassed",
+        f"{TIER} fails or hangs, and is bypassed",
+        "0 < max without (work) (kvtier:tier_breaker_state) < 3\n",
+        "5m",
+        "warning",
+        _remedy("breaker_opened"),
+    ),
+    Alert(
+        "KvtierTierCrashes",
+        f"{TIER} crashes again and again",
+        f"increase(kvtier:tier_crashes_total[30m]) >= {CRASHES_MIN}\n",
+        "0s",
+        "warning",
+        _remedy("crashes"),
+    ),
+    # Servers restart and fail over within a few minutes.
+    Alert(
+        "KvtierServerGone",
+        f"{TIER} does not reach its server",
+        "kvtier:tier_connection_state > 0\n",
+        "5m",
+        "warning",
+        _remedy("connections_lost"),
+    ),
+    # The next four: what stops by itself within ten minutes needs nobody.
+    Alert(
+        "KvtierStorageFull",
+        f"{TIER} has no room for blocks",
+        "increase(kvtier:tier_stores_rejected_total[10m]) > 0\n",
+        "10m",
+        "warning",
+        _remedy("stores_rejected"),
+    ),
+    Alert(
+        "KvtierStorageFails",
+        f"loads or stores of {TIER} fail at the storage",
+        "increase(kvtier:tier_failed_total[10m]) > 0\n",
+        "10m",
+        "warning",
+        _remedy("failed"),
+    ),
+    Alert(
+        "KvtierStorageHangs",
+        f"loads or stores of {TIER} hang",
+        "increase(kvtier:tier_jobs_timed_out_total[10m]) > 0\n",
+        "10m",
+        "warning",
+        _remedy("jobs_timed_out"),
+    ),
+    Alert(
+        "KvtierMemoryHeld",
+        "slots of host memory are held by reads or writes that hang",
+        'kvtier:primary_slots{state="quarantined"} > 0\n',
+        "10m",
+        "warning",
+        "kill the tier's process (kvtier-<tier> in ps), or restart the engine if it is a thread",
+    ),
+    # One is enough: storage that returns other bytes than it was given will do so again.
+    Alert(
+        "KvtierBlocksDamaged",
+        f"blocks of {TIER} failed their check; none was served",
+        "increase(kvtier:tier_damaged_total[1h]) > 0\n",
+        "0s",
+        "warning",
+        _remedy("damaged"),
+    ),
+    Alert(
+        "KvtierBlocksUnauthenticated",
+        f"no key of {TIER} authenticates some of its blocks; none was served",
+        'increase({__name__=~"kvtier:.+_unauthenticated_total"}[1h]) > 0\n',
+        "0s",
+        "warning",
+        "give all engines the same keys; if they have them, see who may write there",
+    ),
+    Alert(
+        "KvtierDefect",
+        "kvtier has a defect: a message handler raised",
+        "increase(kvtier:faults_total[1h]) > 0\n",
+        "0s",
+        "warning",
+        "report the log",
+    ),
+    Alert(
+        "KvtierRecordsDropped",
+        "requests are missing in the record",
+        "increase(kvtier:records_dropped_total[1h]) > 0\n",
+        "0s",
+        "info",
+        "see whether the record's file can be written, and fast enough",
+    ),
+    # A day that is not over yet counts less than it will.
+    Alert(
+        "KvtierDriveWears",
+        f"{TIER} wears its drive out: it is written {{{{ $value | humanize }}}} times a day",
+        f"""\
+  (
+      increase(kvtier:disk_bytes_stored_total[1d])
+    + increase(kvtier:disk_bytes_reinserted_total[1d])
+    + increase(kvtier:disk_bytes_of_tables_total[1d])
+  )
+/ kvtier:tier_capacity_bytes
+> {WORN_A_DAY:g}
+""",
+        "1h",
+        "info",
+        'set "admission": "second_touch", or make the tier larger',
+    ),
+    Alert(
+        "KvtierStoresForNothing",
+        f"of the blocks that {TIER} stores, {{{{ $value | humanizePercentage }}}} are ever read",
+        f"""\
+increase(kvtier:tier_sampled_reads_total[1d]) / increase(kvtier:tier_sampled_stores_total[1d])
+< {READ_SHARE:g}
+and increase(kvtier:tier_sampled_stores_total[1d]) > {SAMPLED_MIN}
+""",
+        "1h",
+        "info",
+        'make the tier larger, set "admission": "second_touch", or remove the tier',
+    ),
+    Alert(
+        "KvtierNeverHits",
+        f"none of the blocks that were looked up in {TIER} was hit",
+        f"""\
+increase(vllm:kv_offload_tiering_chunk_hits_total{{tier!="0:primary"}}[1d]) == 0
+and increase(vllm:kv_offload_tiering_chunk_queries_total{{tier!="0:primary"}}[1d]) > {QUERIES_MIN}
+""",
+        "1h",
+        "info",
+        "run kvtier doctor with the configuration: engines must hash alike, and prompts repeat",
+    ),
+    Alert(
+        "KvtierLoadsForNothing",
+        f"of the blocks loaded from {TIER}, {{{{ $value | humanizePercentage }}}} were evicted "
+        "before a request read them",
+        f"""\
+  increase(kvtier:tier_loads_wasted_total{{tier!="0:primary"}}[1h])
+/ increase(vllm:kv_offload_tiering_chunk_hits_total[1h])
+> {WASTED_SHARE:g}
+and increase(kvtier:tier_loads_wasted_total[1h]) > {WASTED_MIN}
+""",
+        "1h",
+        "info",
+        "raise cpu_bytes_to_use",
+    ),
+    Alert(
+        "KvtierSlowerThanPrefill",
+        "tiers have blocks that are computed sooner than loaded, for "
+        "{{ $value | humanizePercentage }} of requests",
+        f"""\
+  sum without (outcome) (increase(kvtier:load_decisions_total{{outcome=~"recompute|cut"}}[1h]))
+/ sum without (outcome) (increase(kvtier:load_decisions_total[1h]))
+> {COMPUTED_SHARE:g}
+and sum without (outcome) (increase(kvtier:load_decisions_total[1h])) > {DECISIONS_MIN}
+""",
+        "1h",
+        "info",
+        "use faster storage, or remove the tier; kvtier doctor --probe measures it",
+    ),
+)
+
+RECORDED: Final = {
+    "kvtier_prefill_saved:ratio1h": "Share of all prefill that was saved",
+    "kvtier_prompt_tokens:ratio1h": "Share of prompt tokens by source",
+    "kvtier_requests_waited:ratio1h": "Share of requests that waited",
+    "tier:kvtier_capacity_writes:ratio1d": "Multiple of its capacity written in a day",
+    "tier:kvtier_stores_read:ratio1d": "Share of stored blocks that were read, in a day",
+}
+"""Figures of the page "Is it helping?" for months, where raw samples are kept for weeks: titles by name."""
+
+
+def rules() -> dict[str, Any]:
+    """Return the file of rules, as Prometheus reads it."""
+    figures = {figure.title: figure for question in QUESTIONS for figure in question.figures}
+    recorded = [{"record": name, "expr": figures[title].query} for name, title in RECORDED.items()]
+    return {
+        "groups": [
+            {"name": "kvtier", "rules": [alert.rule() for alert in ALERTS]},
+            # Each reads an hour or a day of every series: seldom enough.
+            {"name": "kvtier-records", "interval": "5m", "rules": recorded},
+        ]
+    }

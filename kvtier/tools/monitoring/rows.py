@@ -1,0 +1,106 @@
+"""The dashboard's rows: what is wrong, a row for each question, and one that repeats for each tier.
+
+``docs/write_monitoring.py`` makes Grafana's JSON of them, ``dashboard.json``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+from kvtier.tools.monitoring.promql import narrowed
+from kvtier.tools.monitoring.questions import DISK, QUESTIONS, Figure
+from kvtier.tools.watching.readings import FAULTS, OF_TIER
+
+CHOSEN: Final = {"model_name": '=~"$model"', "instance": '=~"$instance"'}
+"""Matchers of the dashboard's variables, in each of its queries."""
+
+WINDOW: Final = "$window"
+"""The variable that takes the place of the page's hour."""
+
+
+class Row(NamedTuple):
+    """One row of panels. ``for_each``: the variable that it is repeated for."""
+
+    title: str
+    figures: tuple[Figure, ...]
+    for_each: str = ""
+
+
+def _faults() -> str:
+    """Return the query of all counters that stand for trouble of a tier."""
+    return "".join(
+        f"{'or' if number else '  '} label_replace("
+        f'sum by (tier) (increase({OF_TIER[name]}_total[1h])), "fault", "{name}", "", "")\n'
+        for number, name in enumerate(FAULTS)
+    )
+
+
+_CONNECTIONS: Final = "max by (tier, instance) (kvtier:tier_connection_state)\n"
+_QUARANTINED: Final = 'sum by (instance) (kvtier:primary_slots{state="quarantined"})\n'
+_DEFECTS: Final = """\
+   label_replace(sum(increase(kvtier:faults_total[1h])), "what", "message handlers that raised", "", "")
+or label_replace(sum(increase(kvtier:samples_dropped_total[1h])), "what", "dropped metrics or events", "", "")
+or label_replace(sum(increase(kvtier:records_dropped_total[1h])), "what", "requests not in the record", "", "")
+"""
+_MOVED: Final = """\
+   label_replace(sum by (tier) (rate(vllm:kv_offload_tiering_read_bytes_total[1h])), "way", "loaded", "", "")
+or label_replace(sum by (tier) (rate(vllm:kv_offload_tiering_write_bytes_total[1h])), "way", "stored", "", "")
+"""
+_BY_TITLE: Final = {figure.title: figure for each in QUESTIONS for figure in each.figures}
+
+WRONG: Final = (
+    Figure("Faults of tiers", "short", _faults()),
+    _BY_TITLE["Circuit breakers"],
+    Figure("Connections to servers", "short", _CONNECTIONS, "connections"),
+    Figure("Slots held by reads and writes that hang", "short", _QUARANTINED),
+    Figure("Defects", "short", _DEFECTS),
+)
+
+OF_EACH_TIER: Final = (
+    Figure("Bytes loaded and stored a second", "Bps", _MOVED),
+    *(
+        _BY_TITLE[title]
+        for title in (
+            "Half of the loads took no longer than",
+            "99 % of the loads took no longer than",
+            "Share in use",
+            "Requests by the reason of their first miss",
+            "Blocks not stored",
+            "Circuit breakers",
+        )
+    ),
+)
+
+
+def rows() -> tuple[Row, ...]:
+    """Return all rows, with the queries that the dashboard has."""
+    return (
+        Row("What is wrong", tuple(map(_drawn, WRONG))),
+        *(Row(each.title, tuple(map(_drawn, each.figures))) for each in QUESTIONS),
+        Row("Tier $tier", tuple(map(_of_one_tier, OF_EACH_TIER)), "tier"),
+    )
+
+
+def _drawn(figure: Figure) -> Figure:
+    query = figure.query.replace("[1h]", f"[{WINDOW}]").replace(DISK, 'tier=~"$tier"')
+    return figure._replace(query=narrowed(query, CHOSEN))
+
+
+def _of_one_tier(figure: Figure) -> Figure:
+    return _drawn(figure._replace(query=narrowed(figure.query, {"tier": '="$tier"'})))
+
+
+def filled_in(query: str, tier: str, window: str) -> str:
+    """Return a query of the dashboard's as Grafana sends it, with all models and instances."""
+    values = {"model": ".*", "instance": ".*", "tier": tier, "window": window}
+    return re.sub(r"\$(model|instance|tier|window)\b", lambda found: values[found[1]], query)
+
+
+def legend(query: str) -> str:
+    """Return the name of a series as Grafana is to show it: by the labels it is grouped by."""
+    grouped = re.search(r"\bby \(([^)]*)\)", query)
+    labels = [label.strip() for label in grouped[1].split(",")] if grouped else []
+    made = re.findall(r'label_replace\(.*?, "(\w+)", "[^$"]*", "", ""\)', query)
+    names = dict.fromkeys([*labels, *made])
+    return ", ".join(f"{{{{{name}}}}}" for name in names if name != "le")
