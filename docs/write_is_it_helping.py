@@ -1,29 +1,24 @@
 """Answers the queries of the page "Is it helping?": the demo's engine, scraped by Prometheus.
 
-Each ``promql`` block of the page is followed by a ``text`` block, its answer. After a change of a
-query or a metric, with vLLM, and with Prometheus (Debian: ``apt-get install prometheus``)::
+Each ``promql`` block of the page is a query of ``kvtier/tools/monitoring/questions.py``, in their
+order, and is followed by a ``text`` block, its answer. After a change of a query or a metric, with
+vLLM, and with Prometheus (Debian: ``apt-get install prometheus``)::
 
-    python docs/write_is_it_helping.py [PAGE]
+    python -m docs.write_is_it_helping [PAGE]
 
 A query without an answer, or whose answer is no number, is an error; the page is not written then.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
-import subprocess
 import sys
-import time
-from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlencode
-from urllib.request import urlopen
 
 from prometheus_client import start_http_server
 
@@ -35,72 +30,22 @@ from kvtier.tools.demo.engine import (
     make_prompts,
     start_engine,
 )
+from kvtier.tools.monitoring.questions import QUESTIONS
+from stress.monitored.prometheus import PAGE, prometheus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vllm import LLM
 
-PAGE: Final = Path(__file__).parent / "how-to/is-it-helping.md"
 QUERY: Final = "```promql\n"
 ANSWERED: Final = re.compile(
-    rf"(^{QUERY}(.*?)^```\n\n```text\n).*?(^```$)", re.MULTILINE | re.DOTALL
+    rf"(^{QUERY})(.*?)(^```\n\n```text\n).*?(^```$)", re.MULTILINE | re.DOTALL
 )
-CONFIGURED: Final = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TARGET: Final = "vllm.example:8000"
-SCRAPE_S: Final = 1.0
-PATIENCE_S: Final = 60.0
 PROMPTS, PROMPT_TOKENS, REQUESTS = 40, 1000, 300
 ENVIRONMENT: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that this process has the metrics
     "VLLM_NO_USAGE_STATS": "1",
 }
-
-
-class Prometheus:
-    """A running server."""
-
-    def __init__(self, address: str) -> None:
-        self._url = f"http://{address}/api/v1/query?"
-
-    def ask(self, query: str, at: float) -> list[Any]:
-        """Return the series of a query's answer at a time."""
-        with urlopen(self._url + urlencode({"query": query, "time": at})) as answer:  # noqa: S310 - ours
-            series: list[Any] = json.load(answer)["data"]["result"]
-        return series
-
-    def wait_for_scrape(self) -> float:
-        """Wait until a scrape has begun after now; return its time."""
-        now = time.time()
-        while time.time() < now + PATIENCE_S:
-            time.sleep(SCRAPE_S / 4)
-            for series in self.ask("timestamp(kvtier:info)", time.time()):
-                scraped = float(series["value"][1])
-                if scraped > now:
-                    return scraped
-        raise SystemExit("Prometheus has not scraped the engine")
-
-
-@contextmanager
-def prometheus(folder: Path, page: str, port: int) -> Iterator[Prometheus]:
-    """Run Prometheus as the page configures it, but for the target: a port of this machine."""
-    config = folder / "prometheus.yml"
-    scrape = CONFIGURED.findall(page)[0].replace(TARGET, f"127.0.0.1:{port}")
-    config.write_text(f"global: {{scrape_interval: {SCRAPE_S:g}s}}\n{scrape}")
-    options = ("--web.listen-address=127.0.0.1:0", f"--storage.tsdb.path={folder / 'data'}")
-    command = ["prometheus", f"--config.file={config}", *options]
-    log = folder / "prometheus.log"
-    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as child:  # noqa: S603
-        try:
-            deadline = time.monotonic() + PATIENCE_S
-            while not (listens := re.search(r'"Listening on" address=(\S+)', log.read_text())):
-                if child.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"Prometheus did not start:\n{log.read_text()}")
-                time.sleep(0.1)
-            yield Prometheus(listens[1])
-        finally:
-            child.terminate()
 
 
 def start(folder: Path) -> LLM:
@@ -147,13 +92,13 @@ def shown(series: list[Any]) -> str:
 
 def answered(page: str) -> str:
     """Return the page with its answers made anew."""
-    queries = [query for _, query, _ in ANSWERED.findall(page)]
-    if len(queries) != page.count(QUERY):
-        raise SystemExit("a query has no block for its answer")
+    queries = [figure.query for question in QUESTIONS for figure in question.figures]
+    if not len(queries) == page.count(QUERY) == len(ANSWERED.findall(page)):
+        raise SystemExit("a query has no block, or none for its answer")
     with TemporaryDirectory() as made:
         llm = start(Path(made))
         server, _ = start_http_server(0, "127.0.0.1")
-        with prometheus(Path(made), page, server.server_port) as asked:
+        with prometheus(Path(made), server.server_port) as asked:
             generate(llm, [3])  # from now on the counters are there, at 0
             asked.wait_for_scrape()
             run(llm)
@@ -163,7 +108,13 @@ def answered(page: str) -> str:
     for query, series in answers.items():
         if not series or any(each["value"][1] in {"NaN", "+Inf"} for each in series):
             raise SystemExit(f"no answer, or none that is a number: {query}{series}")
-    return ANSWERED.sub(lambda block: f"{block[1]}{shown(answers[block[2]])}{block[3]}", page)
+    asked_for = iter(queries)
+
+    def block(found: re.Match[str]) -> str:
+        query = next(asked_for)
+        return f"{found[1]}{query}{found[3]}{shown(answers[query])}{found[4]}"
+
+    return ANSWERED.sub(block, page)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,6 @@ def _values(name: str, label: str, query: str) -> dashboard.QueryVariable:
         .sort(VariableSort.ALPHABETICAL_ASC)
         .multi(multi=True)
         .include_all(include_all=True)
-        .all_value(".*")
         .current(VariableOption(selected=True, text=["All"], value=["$__all"]))
     )
 
@@ -125,7 +124,7 @@ def _panel(figure: Figure) -> Panel:
     panel: Panel
     if figure.kind == "table":
         query.instant().format(PromQueryFormat.TABLE)
-        panel = Table()
+        panel = Table().show_header(show_header=True)
     else:
         query.range().legend_format(legend(figure.query) or figure.title)
         panel = _states(figure) if figure.kind in MAPPINGS else _lines(figure)
@@ -195,12 +194,13 @@ def made_page(page: str) -> str:
 
 
 def _table() -> Iterable[str]:
-    yield "| alert | severity | it means | after | do |"
+    yield "| alert | severity | it means | for | do |"
     yield "|---|---|---|---|---|"
     for each in ALERTS:
-        about = re.sub(r"\{\{ \$value[^}]*\}\}", "so many", each.about)
-        about = re.sub(r"\{\{ \$labels\.(\w+) \}\}", "", about).replace("tier ", "a tier ", 1)
-        yield (f"| `{each.name}` | {each.severity} | {about} | {each.holds} | {each.remedy} |")
+        about = each.about.format(tier="the tier", value=each.limit)
+        holds = "" if each.holds == "0s" else each.holds.replace("m", " min").replace("h", " h")
+        about, remedy = (f"{text[:1].upper()}{text[1:]}." for text in (about, each.remedy))
+        yield f"| `{each.name}` | {each.severity} | {about} | {holds} | {remedy} |"
 
 
 def main() -> None:

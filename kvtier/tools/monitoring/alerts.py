@@ -25,6 +25,9 @@ SAMPLED_MIN: Final = 1_000
 READ_SHARE: Final = 0.02
 """Below it, 50 blocks are written for one that is read."""
 
+ABANDONED_SHARE: Final = 0.1
+"""Of loads: a storage that is busy for a moment delays fewer."""
+
 DECISIONS_MIN: Final = 100
 COMPUTED_SHARE: Final = 0.5
 """Of requests whose blocks a tier has: above it, computing is usually faster than loading them."""
@@ -34,22 +37,26 @@ class Alert(NamedTuple):
     """One alert, for each tier or engine that its query finds."""
 
     name: str
-    about: str  #: what is so, as a clause; ``{{ $labels.tier }}`` is the tier
+    about: str  #: what is so, as a clause, of ``{tier}``, with ``{value}``
     query: str
     holds: str  #: how long the query must find it
     severity: Severity
     remedy: str
+    limit: str = ""  #: values beyond which it is found, as a person says it
 
     def rule(self) -> dict[str, Any]:
         """Return the alert as Prometheus reads it."""
         where = "{{ $labels.instance }}, engine {{ $labels.engine }}"
+        about = self.about.format(
+            tier="tier {{ $labels.tier }}", value="{{ $value | humanizePercentage }}"
+        )
         return {
             "alert": self.name,
             "expr": self.query,
             "for": self.holds,
             "labels": {"severity": self.severity},
             "annotations": {
-                "summary": f"{where}: {self.about}.",
+                "summary": f"{where}: {about}.",
                 "remedy": f"{self.remedy[:1].upper()}{self.remedy[1:]}.",
             },
         }
@@ -60,13 +67,11 @@ def _remedy(fault: str) -> str:
     return FAULTS[fault].partition(": ")[2]
 
 
-TIER: Final = "tier {{ $labels.tier }}"
-
 ALERTS: Final = (
     # Restarts are tried for ever, 10 s apart at most: after five minutes a person must look.
     Alert(
         "KvtierTierDisabled",
-        f"{TIER} is disabled: its code raised, its process ended, or it can't be opened",
+        "{tier} is disabled: its code raised, its process ended, or it can't be opened",
         "max without (work) (kvtier:tier_breaker_state) == 3\n",
         "5m",
         "warning",
@@ -76,7 +81,7 @@ ALERTS: Final = (
     # turns open and half-open.
     Alert(
         "KvtierTierBypassed",
-        f"{TIER} fails or hangs, and is bypassed",
+        "{tier} fails or hangs, and is bypassed",
         "0 < max without (work) (kvtier:tier_breaker_state) < 3\n",
         "5m",
         "warning",
@@ -84,7 +89,7 @@ ALERTS: Final = (
     ),
     Alert(
         "KvtierTierCrashes",
-        f"{TIER} crashes again and again",
+        "{tier} crashes again and again",
         f"increase(kvtier:tier_crashes_total[30m]) >= {CRASHES_MIN}\n",
         "0s",
         "warning",
@@ -93,16 +98,16 @@ ALERTS: Final = (
     # Servers restart and fail over within a few minutes.
     Alert(
         "KvtierServerGone",
-        f"{TIER} does not reach its server",
+        "{tier} does not reach its server",
         "kvtier:tier_connection_state > 0\n",
         "5m",
         "warning",
         _remedy("connections_lost"),
     ),
-    # The next four: what stops by itself within ten minutes needs nobody.
+    # The next five: what stops by itself within ten minutes needs nobody.
     Alert(
         "KvtierStorageFull",
-        f"{TIER} has no room for blocks",
+        "{tier} has no room for blocks",
         "increase(kvtier:tier_stores_rejected_total[10m]) > 0\n",
         "10m",
         "warning",
@@ -110,7 +115,7 @@ ALERTS: Final = (
     ),
     Alert(
         "KvtierStorageFails",
-        f"loads or stores of {TIER} fail at the storage",
+        "loads or stores of {tier} fail at the storage",
         "increase(kvtier:tier_failed_total[10m]) > 0\n",
         "10m",
         "warning",
@@ -118,11 +123,25 @@ ALERTS: Final = (
     ),
     Alert(
         "KvtierStorageHangs",
-        f"loads or stores of {TIER} hang",
+        "loads or stores of {tier} hang",
         "increase(kvtier:tier_jobs_timed_out_total[10m]) > 0\n",
         "10m",
         "warning",
         _remedy("jobs_timed_out"),
+    ),
+    Alert(
+        "KvtierTierStalls",
+        "{value} of the blocks wanted from {tier} took longer to load than to compute, and "
+        "requests went on without",
+        f"""\
+  increase(kvtier:tier_loads_abandoned_total[10m])
+/ increase(vllm:kv_offload_tiering_chunk_hits_total[10m])
+> {ABANDONED_SHARE:g}
+""",
+        "10m",
+        "warning",
+        "look at the storage, and at what else uses it",
+        f"more than {100 * ABANDONED_SHARE:g} %",
     ),
     Alert(
         "KvtierMemoryHeld",
@@ -130,12 +149,12 @@ ALERTS: Final = (
         'kvtier:primary_slots{state="quarantined"} > 0\n',
         "10m",
         "warning",
-        "kill the tier's process (kvtier-<tier> in ps), or restart the engine if it is a thread",
+        "kill the tier's process (kvtier-TIER in ps), or restart the engine if it is a thread",
     ),
     # One is enough: storage that returns other bytes than it was given will do so again.
     Alert(
         "KvtierBlocksDamaged",
-        f"blocks of {TIER} failed their check; none was served",
+        "blocks of {tier} failed their check; none was served",
         "increase(kvtier:tier_damaged_total[1h]) > 0\n",
         "0s",
         "warning",
@@ -143,7 +162,7 @@ ALERTS: Final = (
     ),
     Alert(
         "KvtierBlocksUnauthenticated",
-        f"no key of {TIER} authenticates some of its blocks; none was served",
+        "no key of {tier} authenticates some of its blocks; none was served",
         'increase({__name__=~"kvtier:.+_unauthenticated_total"}[1h]) > 0\n',
         "0s",
         "warning",
@@ -151,7 +170,7 @@ ALERTS: Final = (
     ),
     Alert(
         "KvtierDefect",
-        "kvtier has a defect: a message handler raised",
+        "a message handler of kvtier raised, which is a defect",
         "increase(kvtier:faults_total[1h]) > 0\n",
         "0s",
         "warning",
@@ -168,7 +187,7 @@ ALERTS: Final = (
     # A day that is not over yet counts less than it will.
     Alert(
         "KvtierDriveWears",
-        f"{TIER} wears its drive out: it is written {{{{ $value | humanize }}}} times a day",
+        "{tier} wears its drive out: it writes {value} of its capacity a day",
         f"""\
   (
       increase(kvtier:disk_bytes_stored_total[1d])
@@ -181,10 +200,11 @@ ALERTS: Final = (
         "1h",
         "info",
         'set "admission": "second_touch", or make the tier larger',
+        f"more than {100 * WORN_A_DAY:g} %",
     ),
     Alert(
         "KvtierStoresForNothing",
-        f"of the blocks that {TIER} stores, {{{{ $value | humanizePercentage }}}} are ever read",
+        "of the blocks that {tier} stores, {value} are ever read",
         f"""\
 increase(kvtier:tier_sampled_reads_total[1d]) / increase(kvtier:tier_sampled_stores_total[1d])
 < {READ_SHARE:g}
@@ -193,13 +213,22 @@ and increase(kvtier:tier_sampled_stores_total[1d]) > {SAMPLED_MIN}
         "1h",
         "info",
         'make the tier larger, set "admission": "second_touch", or remove the tier',
+        f"less than {100 * READ_SHARE:g} %",
     ),
+    # Of all tiers together: one whose blocks a faster tier has too is seldom hit, and no mistake.
     Alert(
         "KvtierNeverHits",
-        f"none of the blocks that were looked up in {TIER} was hit",
+        "none of the blocks that were looked up in tiers was hit",
         f"""\
-increase(vllm:kv_offload_tiering_chunk_hits_total{{tier!="0:primary"}}[1d]) == 0
-and increase(vllm:kv_offload_tiering_chunk_queries_total{{tier!="0:primary"}}[1d]) > {QUERIES_MIN}
+  sum without (tier) (
+    increase(vllm:kv_offload_tiering_chunk_hits_total{{tier!="0:primary"}}[1d])
+  )
+== 0
+and
+  sum without (tier) (
+    increase(vllm:kv_offload_tiering_chunk_queries_total{{tier!="0:primary"}}[1d])
+  )
+> {QUERIES_MIN}
 """,
         "1h",
         "info",
@@ -207,8 +236,7 @@ and increase(vllm:kv_offload_tiering_chunk_queries_total{{tier!="0:primary"}}[1d
     ),
     Alert(
         "KvtierLoadsForNothing",
-        f"of the blocks loaded from {TIER}, {{{{ $value | humanizePercentage }}}} were evicted "
-        "before a request read them",
+        "of the blocks loaded from {tier}, {value} were evicted before a request read them",
         f"""\
   increase(kvtier:tier_loads_wasted_total{{tier!="0:primary"}}[1h])
 / increase(vllm:kv_offload_tiering_chunk_hits_total[1h])
@@ -218,11 +246,11 @@ and increase(kvtier:tier_loads_wasted_total[1h]) > {WASTED_MIN}
         "1h",
         "info",
         "raise cpu_bytes_to_use",
+        f"more than {100 * WASTED_SHARE:g} %",
     ),
     Alert(
         "KvtierSlowerThanPrefill",
-        "tiers have blocks that are computed sooner than loaded, for "
-        "{{ $value | humanizePercentage }} of requests",
+        "for {value} of the requests whose blocks tiers have, computing is faster than loading",
         f"""\
   sum without (outcome) (increase(kvtier:load_decisions_total{{outcome=~"recompute|cut"}}[1h]))
 / sum without (outcome) (increase(kvtier:load_decisions_total[1h]))
@@ -232,6 +260,7 @@ and sum without (outcome) (increase(kvtier:load_decisions_total[1h])) > {DECISIO
         "1h",
         "info",
         "use faster storage, or remove the tier; kvtier doctor --probe measures it",
+        f"more than {100 * COMPUTED_SHARE:g} %",
     ),
 )
 

@@ -47,6 +47,7 @@ _MOVED: Final = """\
    label_replace(sum by (tier) (rate(vllm:kv_offload_tiering_read_bytes_total[1h])), "way", "loaded", "", "")
 or label_replace(sum by (tier) (rate(vllm:kv_offload_tiering_write_bytes_total[1h])), "way", "stored", "", "")
 """
+_MISSES: Final = "sum by (reason) (increase(kvtier:misses_total[1h]))\n"
 _BY_TITLE: Final = {figure.title: figure for each in QUESTIONS for figure in each.figures}
 
 WRONG: Final = (
@@ -59,13 +60,13 @@ WRONG: Final = (
 
 OF_EACH_TIER: Final = (
     Figure("Bytes loaded and stored a second", "Bps", _MOVED),
+    Figure("Requests that miss here, by reason", "short", _MISSES),
     *(
         _BY_TITLE[title]
         for title in (
             "Half of the loads took no longer than",
             "99 % of the loads took no longer than",
             "Share in use",
-            "Requests by the reason of their first miss",
             "Blocks not stored",
             "Circuit breakers",
         )

@@ -13,18 +13,19 @@ from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S
 from tests.vllm.support.children import child_environment
 
-DOCS = Path(__file__).parents[3] / "docs"
+ROOT = Path(__file__).parents[3]
 ANSWER = re.compile(r"(?<=^```text\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
 
 
 @needs("prometheus")
 @pytest.mark.long  # half a minute; a page's figures have no place in the gate
 def test_every_query_is_answered_and_nothing_else_of_the_page_changes(tmp_path: Path) -> None:
-    page = (DOCS / "how-to/is-it-helping.md").read_text()
+    page = (ROOT / "docs/how-to/is-it-helping.md").read_text()
     copy = tmp_path / "page.md"
     copy.write_text(ANSWER.sub("", page))
     ended = subprocess.run(
-        [sys.executable, DOCS / "write_is_it_helping.py", copy],
+        [sys.executable, "-m", "docs.write_is_it_helping", copy],
+        cwd=ROOT,
         env=child_environment({}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

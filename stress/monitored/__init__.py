@@ -1,0 +1,1 @@
+"""A real engine under load that a real Prometheus scrapes, well and with faults."""

@@ -1,0 +1,83 @@
+"""The demo's engine on three tiers, in this process, and requests for it that repeat."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.tools.demo.engine import (
+    BLOCK_BYTES,
+    SEED,
+    generate,
+    make_model,
+    make_prompts,
+    start_engine,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm import LLM
+
+DISK, FOLDER, SERVER = "nvme", "shared", "cache"
+PROMPT_TOKENS: Final = 1_000
+PROMPTS: Final = 40
+"""So many are in use at a time, the older ones most. The tiers have room for all."""
+
+NEW_EVERY: Final = 12
+"""After so many requests the oldest prompt goes out of use, and a new one comes."""
+
+BREATH_S: Final = 0.15
+"""Between two requests, so that a run of minutes does not wear a tier out."""
+
+
+def start(folder: Path, shared: Path, server: str) -> LLM:
+    """Start it. ``shared``: the folder of its ``fs`` tier; ``server``: the URL of its Redis."""
+    make_model(folder / "model")
+    # A tier that hangs is tried again every second, so that a minute shows what an hour would.
+    soon = {"promote_timeout_s": 2, "store_timeout_s": 2, "probe_timeout_s": 1}
+    tiers = [
+        {"type": "disk", "name": DISK, "path": str(folder / "disk")},
+        {"type": "fs", "name": FOLDER, "root_dir": str(shared)},
+        {"type": "redis", "name": SERVER, "url": server},
+    ]
+    # What comes for the first time is in the folder and at the server alone, and is soon at the
+    # server alone: so each tier has loads.
+    sizes = [
+        {"capacity_bytes": 3_000 * BLOCK_BYTES, "admission": "second_touch"},
+        {"capacity_bytes": 300 * BLOCK_BYTES},
+        {},
+    ]
+    config = {
+        "spec_name": "KVTierOffloadingSpec",
+        "spec_module_path": "kvtier.vllm",
+        "cpu_bytes_to_use": 200 * BLOCK_BYTES,
+        "breaker_pause_s_max": 1,
+        "load_policy": "always",  # so small a model may be quicker than the tier
+        "secondary_tiers": [
+            {**tier, **size, **soon} for tier, size in zip(tiers, sizes, strict=True)
+        ],
+    }
+    job = {"model": str(folder / "model"), "extra_config": config}
+    return start_engine(job, num_gpu_blocks_override=70, max_model_len=2048)
+
+
+class Load:
+    """Requests, one after the other. One thread."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._choose = random.Random(SEED)
+        self._weights = [*accumulate(1 / rank for rank in range(1, PROMPTS + 1))]
+        self.requests = 0
+
+    def send(self) -> Any:  # noqa: ANN401 - vLLM's
+        """Send one request and return its output."""
+        self.requests += 1
+        (rank,) = self._choose.choices(range(PROMPTS), cum_weights=self._weights)
+        number = self.requests // NEW_EVERY + rank
+        (prompt,) = make_prompts(1, PROMPT_TOKENS, SEED + number)
+        time.sleep(BREATH_S)
+        return generate(self._llm, prompt)
