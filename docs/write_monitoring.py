@@ -1,8 +1,8 @@
 """Writes the dashboard, the rules and the table of alerts from ``kvtier/tools/monitoring``.
 
-``kvtier dashboard`` and ``kvtier alerts`` print the files that it writes there, so that who installs
-kvtier needs neither Grafana's library nor one for YAML. After a change of a query, an alert or a
-metric::
+``kvtier dashboard`` and ``kvtier alerts`` print the files that it writes there: users of kvtier
+need neither Grafana's library, whose releases stand in no order, nor one for YAML. After a change
+of a query, an alert or a metric::
 
     python docs/write_monitoring.py
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import yaml
 from grafana_foundation_sdk.builders import common, dashboard, prometheus
@@ -159,12 +159,8 @@ def _lines(figure: Figure) -> Lines:
     return lines
 
 
-class Written(yaml.SafeDumper):
+class Written(yaml.SafeDumper):  # type: ignore[misc] # PyYAML has no types
     """Writes queries of several lines as people do."""
-
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - PyYAML's
-        """Set lists off from the keys above them."""
-        super().increase_indent(flow, indentless=False)
 
 
 def _text(dumper: Written, text: str) -> yaml.Node:
@@ -183,8 +179,8 @@ def made_rules() -> str:
     for rule in (rule for group in made["groups"] for rule in group["rules"]):
         if unknown := unknown_in(rule["expr"]):
             raise SystemExit(f"no engine has {', '.join(sorted(unknown))}: {rule['expr']}")
-    head = "# Made by kvtier alerts.\n"
-    return head + yaml.dump(made, Dumper=Written, sort_keys=False, width=1_000, allow_unicode=True)
+    text: str = yaml.dump(made, Dumper=Written, sort_keys=False, width=1_000)
+    return f"# Made by kvtier alerts.\n{text}"
 
 
 def made_page(page: str) -> str:

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
@@ -189,9 +190,7 @@ def panel_query(query: str, tier: str) -> str:
 
 
 def _time_of(text: str) -> float:
-    from datetime import datetime  # noqa: PLC0415
-
-    return datetime.fromisoformat(text[:26].rstrip("Z") + "+00:00").timestamp()
+    return datetime.fromisoformat(f"{text[:19]}Z").timestamp()
 
 
 def write_rules(file: Path) -> None:

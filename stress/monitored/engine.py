@@ -37,7 +37,7 @@ def start(folder: Path, shared: Path, server: str) -> LLM:
     """Start it. ``shared``: the folder of its ``fs`` tier; ``server``: the URL of its Redis."""
     make_model(folder / "model")
     # A tier that hangs is tried again every second, so that a minute shows what an hour would.
-    soon = {"promote_timeout_s": 2, "store_timeout_s": 2, "probe_timeout_s": 1}
+    soon: dict[str, Any] = {"promote_timeout_s": 2, "store_timeout_s": 2, "probe_timeout_s": 1}
     tiers = [
         {"type": "disk", "name": DISK, "path": str(folder / "disk")},
         {"type": "fs", "name": FOLDER, "root_dir": str(shared)},
@@ -45,7 +45,7 @@ def start(folder: Path, shared: Path, server: str) -> LLM:
     ]
     # What comes for the first time is in the folder and at the server alone, and is soon at the
     # server alone: so each tier has loads.
-    sizes = [
+    sizes: list[dict[str, Any]] = [
         {"capacity_bytes": 3_000 * BLOCK_BYTES, "admission": "second_touch"},
         {"capacity_bytes": 300 * BLOCK_BYTES},
         {},

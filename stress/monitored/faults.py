@@ -8,7 +8,7 @@ import signal
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from stress.monitored.engine import DISK, FOLDER
+from stress.monitored.engine import DISK
 from stress.runtime.files import some_files
 from stress.runtime.processes import tier_processes
 

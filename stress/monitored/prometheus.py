@@ -32,15 +32,16 @@ class Prometheus:
 
     def ask(self, query: str, at: float) -> list[Any]:
         """Return the series of a query's answer at a time."""
-        return self._get("query", query=query, time=at)["result"]
+        return list(self._get("query", query=query, time=at)["result"])
 
     def ask_range(self, query: str, begin: float, end: float, step: float) -> list[Any]:
         """Return the series of a query's answers over a time."""
-        return self._get("query_range", query=query, start=begin, end=end, step=step)["result"]
+        answer = self._get("query_range", query=query, start=begin, end=end, step=step)
+        return list(answer["result"])
 
     def alerts(self) -> list[Any]:
         """Return the alerts whose queries find something now: ``pending``, or ``firing``."""
-        return self._get("alerts")["alerts"]
+        return list(self._get("alerts")["alerts"])
 
     def wait_for_scrape(self) -> float:
         """Wait until a scrape has begun after now; return its time."""
@@ -71,7 +72,7 @@ def faster(text: str, times: float) -> str:
 
 @contextmanager
 def prometheus(folder: Path, port: int, rules: Path | None = None) -> Iterator[Prometheus]:
-    """Run it as the page "Is it helping?" configures it, but for the target: a port of this machine."""
+    """Run it as the page "Is it helping?" has it, but with a target of this machine."""
     config = folder / "prometheus.yml"
     scrape = _CONFIGURED.findall(PAGE.read_text())[0]
     config.write_text(

@@ -1,8 +1,8 @@
 """Prometheus rules: alerts, each with its remedy, and records of what is slow to query.
 
 None of the alerts is about a request that fails: a sick tier costs hits. ``warning`` is for what
-loses hits now, or says that storage is broken; ``info`` is for a configuration that could be better.
-Remedies of faults are those of ``kvtier status`` and ``kvtier doctor``.
+loses hits now, or says that storage is broken; ``info`` is for a configuration that could be
+better. Remedies of faults are those of ``kvtier status`` and ``kvtier doctor``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from kvtier.tools.watching.shown import WORN_A_DAY
 Severity: TypeAlias = Literal["warning", "info"]
 
 CRASHES_MIN: Final = 3
-"""A single crash is over after a second or two; of this many within half an hour, each restart fails."""
+"""One crash is over after a second or two; so many in half an hour are no accident."""
 
 SAMPLED_MIN: Final = 1_000
-"""So many sampled stores, 16,000 blocks, must there be before the share of those read means much."""
+"""So many sampled stores, of 16,000 blocks, before the share of those read means much."""
 
 READ_SHARE: Final = 0.02
 """Below it, 50 blocks are written for one that is read."""
@@ -271,7 +271,7 @@ RECORDED: Final = {
     "tier:kvtier_capacity_writes:ratio1d": "Multiple of its capacity written in a day",
     "tier:kvtier_stores_read:ratio1d": "Share of stored blocks that were read, in a day",
 }
-"""Figures of the page "Is it helping?" for months, where raw samples are kept for weeks: titles by name."""
+"""Figures of "Is it helping?" that are to be kept for longer than samples: titles by name."""
 
 
 def rules() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The files that ``kvtier dashboard`` and ``kvtier alerts`` print; ``docs/write_monitoring.py`` makes them."""
+"""The files that ``kvtier dashboard`` and ``kvtier alerts`` print: docs/write_monitoring.py."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ OF_VLLM: Final[Mapping[str, frozenset[str]]] = {
 }
 """Series of vLLM's that queries name: labels by name. An engine that runs has them."""
 
-_SUFFIXES: Final = {
+_SUFFIXES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "counter": {"_total": ()},
     "gauge": {"": ()},
     "histogram": {"_bucket": ("le",), "_sum": (), "_count": ()},

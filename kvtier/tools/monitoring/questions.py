@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 Kind: TypeAlias = Literal["lines", "stack", "states", "connections", "table"]
-"""How a figure is drawn: lines over time, shares of a whole, states over time, labels as they are."""
+"""How a figure is drawn: lines, shares of a whole, states over time, or labels as they are."""
 
 
 class Figure(NamedTuple):

@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import re
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.tools.monitoring.promql import narrowed
 from kvtier.tools.monitoring.questions import DISK, QUESTIONS, Figure
 from kvtier.tools.watching.readings import FAULTS, OF_TIER
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 CHOSEN: Final = {"model_name": '=~"$model"', "instance": '=~"$instance"'}
 """Matchers of the dashboard's variables, in each of its queries."""
@@ -27,31 +30,40 @@ class Row(NamedTuple):
     for_each: str = ""
 
 
-def _faults() -> str:
-    """Return the query of all counters that stand for trouble of a tier."""
-    return "".join(
-        f"{'or' if number else '  '} label_replace("
-        f'sum by (tier) (increase({OF_TIER[name]}_total[1h])), "fault", "{name}", "", "")\n'
-        for number, name in enumerate(FAULTS)
+def _named(label: str, queries: Mapping[str, str]) -> str:
+    """Return the union of some queries: ``label`` has the name of each."""
+    named = (
+        f'label_replace({query}, "{label}", "{name}", "", "")' for name, query in queries.items()
     )
+    return "   " + "\nor ".join(named) + "\n"
 
 
+_FAULTS: Final = _named(
+    "fault",
+    {name: f"sum by (tier) (increase({OF_TIER[name]}_total[1h]))" for name in FAULTS},
+)
 _CONNECTIONS: Final = "max by (tier, instance) (kvtier:tier_connection_state)\n"
 _QUARANTINED: Final = 'sum by (instance) (kvtier:primary_slots{state="quarantined"})\n'
-_DEFECTS: Final = """\
-   label_replace(sum(increase(kvtier:faults_total[1h])), "what", "message handlers that raised", "", "")
-or label_replace(sum(increase(kvtier:samples_dropped_total[1h])), "what", "dropped metrics or events", "", "")
-or label_replace(sum(increase(kvtier:records_dropped_total[1h])), "what", "requests not in the record", "", "")
-"""
-_MOVED: Final = """\
-   label_replace(sum by (tier) (rate(vllm:kv_offload_tiering_read_bytes_total[1h])), "way", "loaded", "", "")
-or label_replace(sum by (tier) (rate(vllm:kv_offload_tiering_write_bytes_total[1h])), "way", "stored", "", "")
-"""
+_DEFECTS: Final = _named(
+    "what",
+    {
+        "message handlers that raised": "sum(increase(kvtier:faults_total[1h]))",
+        "dropped metrics or events": "sum(increase(kvtier:samples_dropped_total[1h]))",
+        "requests not in the record": "sum(increase(kvtier:records_dropped_total[1h]))",
+    },
+)
+_MOVED: Final = _named(
+    "way",
+    {
+        "loaded": "sum by (tier) (rate(vllm:kv_offload_tiering_read_bytes_total[1h]))",
+        "stored": "sum by (tier) (rate(vllm:kv_offload_tiering_write_bytes_total[1h]))",
+    },
+)
 _MISSES: Final = "sum by (reason) (increase(kvtier:misses_total[1h]))\n"
 _BY_TITLE: Final = {figure.title: figure for each in QUESTIONS for figure in each.figures}
 
 WRONG: Final = (
-    Figure("Faults of tiers", "short", _faults()),
+    Figure("Faults of tiers", "short", _FAULTS),
     _BY_TITLE["Circuit breakers"],
     Figure("Connections to servers", "short", _CONNECTIONS, "connections"),
     Figure("Slots held by reads and writes that hang", "short", _QUARANTINED),

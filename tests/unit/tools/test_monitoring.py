@@ -1,4 +1,4 @@
-"""The dashboard and the rules: what they name is there, and what is shipped is what the code makes."""
+"""The dashboard and the rules: what they name is there, and the code makes what is shipped."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_query_names_series_and_labels_that_engines_have(title: str) -> None:
 @pytest.mark.parametrize(
     ("query", "unknown"),
     [
-        ("kvtier:tier_colour", {"kvtier:tier_colour"}),
+        ("kvtier:shelf_colour", {"kvtier:shelf_colour"}),
         ("sum(rate(kvtier:tier_failed[1h]))", {"kvtier:tier_failed"}),  # counters have _total
         ("vllm:requests_total", {"vllm:requests_total"}),
         ('kvtier:tier_failed_total{colour="red"}', {"kvtier:tier_failed_total{colour}"}),
@@ -213,7 +213,10 @@ def test_a_metric_that_is_renamed_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_query_is_narrowed_where_its_series_have_the_label() -> None:
-    query = 'a(kvtier:tier_damaged_total[1h]) / kvtier:faults_total + vllm:prompt_tokens_total{engine="0"}'
+    query = (
+        "a(kvtier:tier_damaged_total[1h]) / kvtier:faults_total "
+        '+ vllm:prompt_tokens_total{engine="0"}'
+    )
     assert narrowed(query, {"tier": '="x"', "engine": '="1"'}) == (
         'a(kvtier:tier_damaged_total{tier="x", engine="1"}[1h]) / kvtier:faults_total{engine="1"} '
         '+ vllm:prompt_tokens_total{engine="0"}'
