@@ -5,14 +5,18 @@ need neither Grafana's library, whose releases stand in no order, nor one for YA
 of a query, an alert or a metric::
 
     python docs/write_monitoring.py
+
+``python docs/write_monitoring.py REPORT.json`` writes the table of faults too, from the report of
+``python -m stress.monitored --report REPORT.json``.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import yaml
 from grafana_foundation_sdk.builders import common, dashboard, prometheus
@@ -48,6 +52,9 @@ Panel: TypeAlias = Lines | States | Table
 PAGE: Final = Path(__file__).parent / "how-to/watch-metrics.md"
 MADE: Final = re.compile(
     r"^(<!-- made by docs/write_monitoring.py -->\n).*?^(<!-- end -->)$", re.MULTILINE | re.DOTALL
+)
+MEASURED: Final = re.compile(
+    r"^(<!-- measured by stress.monitored -->\n).*?^(<!-- end -->)$", re.MULTILINE | re.DOTALL
 )
 SOURCE: Final = DataSourceRef(type_val="prometheus", uid="${datasource}")
 COLUMNS: Final = 24
@@ -194,16 +201,35 @@ def _table() -> Iterable[str]:
     yield "|---|---|---|---|---|"
     for each in ALERTS:
         about = each.about.format(tier="the tier", value=each.limit)
-        holds = "" if each.holds == "0s" else each.holds.replace("m", " min").replace("h", " h")
+        holds = "" if each.holds == "0s" else _spelt(each.holds)
         about, remedy = (f"{text[:1].upper()}{text[1:]}." for text in (about, each.remedy))
         yield f"| `{each.name}` | {each.severity} | {about} | {holds} | {remedy} |"
+
+
+def measured_page(page: str, report: dict[str, Any]) -> str:
+    """Return the page with its table of faults made of a report."""
+    lines = ["| fault | alert | found after | fires after |", "|---|---|---|---|"]
+    for fault in report["faults"].values():
+        for name in fault["expected"]:
+            found = max(1, round(fault["seen_s"][name]))
+            holds = "" if report["holds"][name] == "0s" else f"{_spelt(report['holds'][name])} "
+            lines.append(f"| {fault['about']} | `{name}` | {found} s | {holds}{found} s |")
+    made = "\n".join(lines)
+    return MEASURED.sub(lambda mark: f"{mark[1]}\n{made}\n\n{mark[2]}", page)
+
+
+def _spelt(duration: str) -> str:
+    return duration.replace("m", " min").replace("h", " h")
 
 
 def main() -> None:
     """Write all of it."""
     DASHBOARD.write_text(made_dashboard())
     RULES.write_text(made_rules())
-    PAGE.write_text(made_page(PAGE.read_text()))
+    page = made_page(PAGE.read_text())
+    for report in sys.argv[1:]:
+        page = measured_page(page, json.loads(Path(report).read_text()))
+    PAGE.write_text(page)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -209,8 +210,9 @@ def main() -> int:
     """Run; returns 0 if all is as it must be."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--report", type=Path, required=True, help="where to write what was found")
-    parser.add_argument("--faults", help="only these, of hung,killed,damaged,lost,server,full")
+    parser.add_argument("--faults", help="only these: hung,killed,crashes,damaged,lost,server,full")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is started ends, then
     os.environ.update(ENVIRONMENT)
     from stress.monitored import engine  # noqa: PLC0415 - vLLM reads the environment at its import
     from stress.monitored.faults import faults_of  # noqa: PLC0415 - as above

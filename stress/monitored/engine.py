@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from vllm import LLM
 
-DISK, FOLDER, SERVER = "nvme", "shared", "cache"
+DISK, FOLDER, SERVER = "ssd", "share", "cache"
 PROMPT_TOKENS: Final = 1_000
 PROMPTS: Final = 40
-"""So many are in use at a time, the older ones most. The tiers have room for all."""
+"""So many are in use at a time, the newer ones most. The tiers have room for all."""
 
 NEW_EVERY: Final = 12
 """After so many requests the oldest prompt goes out of use, and a new one comes."""
@@ -77,7 +77,7 @@ class Load:
         """Send one request and return its output."""
         self.requests += 1
         (rank,) = self._choose.choices(range(PROMPTS), cum_weights=self._weights)
-        number = self.requests // NEW_EVERY + rank
+        number = self.requests // NEW_EVERY - rank  # the new ones are asked for most
         (prompt,) = make_prompts(1, PROMPT_TOKENS, SEED + number)
         time.sleep(BREATH_S)
         return generate(self._llm, prompt)

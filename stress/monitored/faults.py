@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvtier.tools.demo.engine import BLOCK_BYTES
 from stress.monitored.engine import DISK
-from stress.runtime.files import some_files
+from stress.runtime.files import NAMESPACE_FILE, some_files
 from stress.runtime.processes import tier_processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from stress.filesystem.volume import Volume
     from stress.remote.valkey_server import ValkeyServer
 
-FILES_DAMAGED: Final = 400
+LIVES_S: Final = 3.0
+FILES_AT_ONCE: Final = 40
 
 
 class Fault(NamedTuple):
@@ -39,6 +42,7 @@ def nothing() -> None:
 def faults_of(shared: Path, volume: Volume | None, server: ValkeyServer) -> Mapping[str, Fault]:
     """Return the faults by name; a full filesystem only where one may be mounted."""
     away = shared.with_name("away")
+    dice = random.Random(0)
     found = {
         "hung": Fault(
             "a `disk` tier's process is stopped (`SIGSTOP`)",
@@ -48,17 +52,24 @@ def faults_of(shared: Path, volume: Volume | None, server: ValkeyServer) -> Mapp
             lambda: _signal(DISK, signal.SIGCONT),
         ),
         "killed": Fault(
-            "a `disk` tier's process is killed whenever it is back",
-            ("KvtierTierCrashes", "KvtierTierDisabled"),
+            "a `disk` tier's process is killed before it is ready, again and again",
+            ("KvtierTierDisabled",),
             nothing,
             lambda: _signal(DISK, signal.SIGKILL),
             nothing,
         ),
-        "damaged": Fault(
-            "files of an `fs` tier have a bit that is wrong",
-            ("KvtierBlocksDamaged",),
-            lambda: _damage(shared),
+        "crashes": Fault(
+            f"a `disk` tier's process is killed whenever it is {LIVES_S:g} s old",
+            ("KvtierTierCrashes",),
             nothing,
+            lambda: _signal(DISK, signal.SIGKILL, LIVES_S),
+            nothing,
+        ),
+        "damaged": Fault(
+            "bits of an `fs` tier's files are wrong",
+            ("KvtierBlocksDamaged",),
+            nothing,
+            lambda: _damage(shared, dice),
             nothing,
         ),
         "lost": Fault(
@@ -87,16 +98,21 @@ def faults_of(shared: Path, volume: Volume | None, server: ValkeyServer) -> Mapp
     return found
 
 
-def _signal(tier: str, number: signal.Signals) -> None:
+def _signal(tier: str, number: signal.Signals, age_s: float = 0.0) -> None:
+    """Send a signal to the processes of a tier that are so old."""
     for pid in tier_processes(tier):
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+        with suppress(ProcessLookupError, FileNotFoundError):
+            if time.time() - Path(f"/proc/{pid}").stat().st_ctime >= age_s:
+                os.kill(pid, number)
 
 
-def _damage(folder: Path) -> None:
-    for path in some_files(folder, random.Random(0), FILES_DAMAGED, frozenset()):
+def _damage(folder: Path, dice: random.Random) -> None:
+    """Turn a bit of some files, each time another one."""
+    for path in some_files(folder, dice, FILES_AT_ONCE, frozenset({NAMESPACE_FILE})):
         with suppress(OSError), path.open("r+b") as file:
-            file.seek(1_000)
+            at = dice.randrange(BLOCK_BYTES)
+            file.seek(at)
             byte = file.read(1)
-            file.seek(1_000)
-            file.write(bytes([byte[0] ^ 1]))
+            if byte:
+                file.seek(at)
+                file.write(bytes([byte[0] ^ 1]))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 from urllib.request import urlopen
+
+from kvtier.tools.process_group import process_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,13 +84,10 @@ def prometheus(folder: Path, port: int, rules: Path | None = None) -> Iterator[P
     options = ("--web.listen-address=127.0.0.1:0", f"--storage.tsdb.path={folder / 'data'}")
     command = ["prometheus", f"--config.file={config}", *options]
     log = folder / "prometheus.log"
-    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as child:
-        try:
-            deadline = time.monotonic() + PATIENCE_S
-            while not (listens := re.search(r'"Listening on" address=(\S+)', log.read_text())):
-                if child.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"Prometheus did not start:\n{log.read_text()}")
-                time.sleep(0.1)
-            yield Prometheus(listens[1])
-        finally:
-            child.terminate()
+    with log.open("w") as out, process_group(command, stdout=out, stderr=out) as child:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (listens := re.search(r'"Listening on" address=(\S+)', log.read_text())):
+            if child.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"Prometheus did not start:\n{log.read_text()}")
+            time.sleep(0.1)
+        yield Prometheus(listens[1])
