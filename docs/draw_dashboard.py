@@ -121,7 +121,7 @@ def _lines(axes: Axes, panel: dict[str, Any], began: float) -> None:
     else:
         for (_, minutes, values), colour in zip(drawn, cycle(COLOURS), strict=False):
             axes.plot(minutes, values, color=colour, linewidth=1.0)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=-0.03 * (axes.get_ylim()[1] if panel["unit"] != "percentunit" else 1.0))
     axes.yaxis.set_major_locator(MaxNLocator(4))
     axes.yaxis.set_major_formatter(UNITS[panel["unit"]])
     axes.grid(visible=True, color=FAINT, linewidth=0.6)

@@ -24,12 +24,15 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 from prometheus_client import start_http_server
 
-from kvtier.tools.monitoring.alerts import ALERTS, rules
+from kvtier.tools.monitoring.alerts import ALERTS, RECORDED, rules
 from kvtier.tools.monitoring.rows import filled_in, rows
 from stress.engine.small_disk import small_disk
 from stress.monitored.prometheus import SCRAPE_S, Prometheus, faster, prometheus
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvtier.tools.monitoring.questions import Figure
     from stress.monitored.engine import Load
     from stress.monitored.faults import Fault
 
@@ -40,7 +43,8 @@ WELL_S: Final = 150.0
 FIRES_S: Final = 90.0
 OVER_S: Final = 120.0
 QUIET_S: Final = 10.0
-WINDOW: Final = "60s"
+WINDOW: Final = "1h"
+POINTS: Final = 200
 ENVIRONMENT: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that this process has the metrics
@@ -160,34 +164,26 @@ class Watched:
     def panels(self) -> list[dict[str, Any]]:
         """Return the data of all panels, over the whole run."""
         end = time.time()
+        step = (end - self.began) / POINTS
         return [
             {
-                "row": row.title.replace("$tier", tier),
+                "row": row,
                 "title": figure.title,
                 "unit": figure.unit,
                 "kind": figure.kind,
-                "series": self._asked.ask_range(
-                    panel_query(figure.query, tier), self.began, end, (end - self.began) / 200
-                ),
+                "series": self._asked.ask_range(figure.query, self.began, end, step),
             }
-            for row in rows()
-            for tier in (self._tiers if row.for_each else (".*",))
-            for figure in row.figures
+            for row, figure in self.dashboard()
         ]
 
-    def dashboard(self) -> dict[str, str]:
-        """Return the dashboard's queries, as Grafana sends them, by row and panel."""
-        return {
-            f"{row.title}: {figure.title} ({tier})": panel_query(figure.query, tier)
-            for row in rows()
-            for tier in (self._tiers if row.for_each else (".*",))
-            for figure in row.figures
-        }
-
-
-def panel_query(query: str, tier: str) -> str:
-    """Return a query of the dashboard's, of the run's short windows."""
-    return faster(filled_in(query, tier, WINDOW).replace("[1d]", "[1440m]"), TIMES)
+    def dashboard(self) -> Iterator[tuple[str, Figure]]:
+        """Yield the dashboard's figures with their rows, as Grafana asks for them."""
+        for row in rows():
+            for tier in self._tiers if row.for_each else ("|".join(self._tiers),):
+                title = row.title.replace("$tier", tier)
+                for figure in row.figures:
+                    query = faster(filled_in(figure.query, tier, WINDOW), TIMES)
+                    yield title, figure._replace(query=query)
 
 
 def _time_of(text: str) -> float:
@@ -232,7 +228,8 @@ def main() -> int:
         asked = stack.enter_context(prometheus(folder, metrics.server_port, folder / "rules.yml"))
         watched = Watched(asked, engine.Load(llm), (engine.DISK, engine.FOLDER, engine.SERVER))
         report: dict[str, Any] = {"alerts_while_well": sorted(watched.run_well())}
-        report["empty"] = watched.empty(watched.dashboard())
+        panels = {f"{row}: {figure.title}": figure.query for row, figure in watched.dashboard()}
+        report["empty"] = watched.empty(panels | {name: name for name in RECORDED})
         report["empty_of_others"] = watched.empty(OFFLOADING_OF_OTHERS)
         print(json.dumps(report), flush=True)
         report["faults"] = {}

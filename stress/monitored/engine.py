@@ -43,11 +43,12 @@ def start(folder: Path, shared: Path, server: str) -> LLM:
         {"type": "fs", "name": FOLDER, "root_dir": str(shared)},
         {"type": "redis", "name": SERVER, "url": server},
     ]
-    # What comes for the first time is in the folder and at the server alone, and is soon at the
-    # server alone: so each tier has loads.
+    # The disk has what is used again soon, the folder what is new, and the server all of it: so
+    # each of them has loads.
+    admission = {"policy": "second_touch", "remembered_blocks_max": 200}
     sizes: list[dict[str, Any]] = [
-        {"capacity_bytes": 3_000 * BLOCK_BYTES, "admission": "second_touch"},
-        {"capacity_bytes": 300 * BLOCK_BYTES},
+        {"capacity_bytes": 3_000 * BLOCK_BYTES, "admission": admission},
+        {"capacity_bytes": 600 * BLOCK_BYTES},
         {},
     ]
     config = {

@@ -51,18 +51,18 @@ def faults_of(shared: Path, volume: Volume | None, server: ValkeyServer) -> Mapp
             nothing,
             lambda: _signal(DISK, signal.SIGCONT),
         ),
-        "killed": Fault(
-            "a `disk` tier's process is killed before it is ready, again and again",
-            ("KvtierTierDisabled",),
-            nothing,
-            lambda: _signal(DISK, signal.SIGKILL),
-            nothing,
-        ),
         "crashes": Fault(
             f"a `disk` tier's process is killed whenever it is {LIVES_S:g} s old",
             ("KvtierTierCrashes",),
             nothing,
             lambda: _signal(DISK, signal.SIGKILL, LIVES_S),
+            nothing,
+        ),
+        "killed": Fault(
+            "a `disk` tier's process is killed before it is ready, again and again",
+            ("KvtierTierDisabled",),
+            nothing,
+            lambda: _signal(DISK, signal.SIGKILL),
             nothing,
         ),
         "damaged": Fault(

@@ -89,7 +89,7 @@ def narrowed(query: str, matchers: Mapping[str, str]) -> str:
     def add(found: re.Match[str]) -> str:
         name, given = found[1], found[2] or ""
         taken = set(_MATCHER.findall(given))
-        labels = SERIES[name] | ALL_HAVE
+        labels = SERIES.get(name, frozenset()) | ALL_HAVE
         more = [f"{label}{rest}" for label, rest in matchers.items() if label in labels - taken]
         inside = ", ".join(filter(None, (given, *more)))
         return f"{name}{{{inside}}}" if inside else name
