@@ -48,7 +48,7 @@ def start(folder: Path, shared: Path, server: str) -> LLM:
     admission = {"policy": "second_touch", "remembered_blocks_max": 200}
     sizes: list[dict[str, Any]] = [
         {"capacity_bytes": 3_000 * BLOCK_BYTES, "admission": admission},
-        {"capacity_bytes": 600 * BLOCK_BYTES},
+        {"capacity_bytes": 800 * BLOCK_BYTES},
         {},
     ]
     config = {

@@ -33,7 +33,7 @@ VLLMS_HITS: Final = "vllm:kv_offload_tiering_chunk_hits"
 FAULTS: Final[Mapping[TierFault, str]] = {
     "crashes": "its code raised or its process ended: look at the log",
     "damaged": "blocks failed their check: look at the storage",
-    "stores_rejected": "it had no room for blocks: free some, or lower capacity_bytes",
+    "stores_rejected": "it had no room for blocks: free some space, or lower capacity_bytes",
     "failed": "loads or stores failed at the storage: look at the log",
     "jobs_timed_out": "its storage hung: look at the log",
     "breaker_opened": "it was bypassed for a time: look at the log",
