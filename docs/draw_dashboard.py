@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from io import BytesIO
-from itertools import cycle, groupby
+from itertools import accumulate, cycle, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,7 +32,8 @@ STATE_NAMES: Final = {
     "connections": ("up", "connecting", "gone"),
 }
 WIDTH_IN, LINE_IN, HEAD_IN, DPI = 13.0, 1.62, 0.3, 76
-LEGEND_MAX: Final = 8
+CHARACTERS_IN, GAP_CHARACTERS = 19.0, 5  #: of a legend, which ends where there is no room
+NAMES_FAULTS: Final = "Faults of tiers"
 LARGER: Final = 3
 UNITS: Final[dict[str, Formatter]] = {
     "percentunit": PercentFormatter(1.0, decimals=0),
@@ -67,14 +68,16 @@ def draw(report: dict[str, Any]) -> Figure:
         for number, panel in enumerate(row):
             share = 1 / len(row)
             box = (number * share + 0.003, (top - LINE_IN + 0.04) / height, share - 0.006)
-            _panel(figure, panel, (*box, (LINE_IN - 0.07) / height), began)
+            axes = _panel(figure, panel, (*box, (LINE_IN - 0.07) / height), began)
+            if panel["title"] == NAMES_FAULTS:
+                _name_faults(axes, report["faults"])
         top -= LINE_IN
     return figure
 
 
 def _panel(
     figure: Figure, panel: dict[str, Any], box: tuple[float, float, float, float], began: float
-) -> None:
+) -> Axes:
     left, bottom, width, height = box
     figure.add_axes(box, facecolor=PANEL, xticks=[], yticks=[]).spines[:].set_visible(False)
     total = figure.get_size_inches()
@@ -89,11 +92,22 @@ def _panel(
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} min"))
     if panel["kind"] == "table":
         _table(axes, panel["series"])
-        return
-    if panel["kind"] in STATE_NAMES:
+    elif panel["kind"] in STATE_NAMES:
         _states(axes, panel, began)
     else:
         _lines(axes, panel, began)
+    return axes
+
+
+def _name_faults(axes: Axes, faults: dict[str, Any]) -> None:
+    """Write the name of each fault where it begins."""
+    axes.set_ylim(top=1.25 * axes.get_ylim()[1])
+    for number, (name, fault) in enumerate(faults.items()):
+        at = fault["began_s"] / 60
+        axes.axvline(at, color=INK, linewidth=0.5, linestyle=":")
+        height = 0.93 - 0.11 * (number % 2)
+        place = axes.get_xaxis_transform()
+        axes.text(at, height, name, color=INK, fontsize=6.5, ha="center", transform=place)
 
 
 def _first(series: Series) -> float:
@@ -126,7 +140,7 @@ def _lines(axes: Axes, panel: dict[str, Any], began: float) -> None:
     axes.yaxis.set_major_formatter(UNITS[panel["unit"]])
     axes.grid(visible=True, color=FAINT, linewidth=0.6)
     named = [(name, colour) for (name, *_), colour in zip(drawn, cycle(COLOURS)) if name]
-    _legend(axes, named[:LEGEND_MAX])
+    _legend(axes, named)
 
 
 def _states(axes: Axes, panel: dict[str, Any], began: float) -> None:
@@ -143,6 +157,9 @@ def _states(axes: Axes, panel: dict[str, Any], began: float) -> None:
 
 
 def _legend(axes: Axes, named: list[tuple[str, str]]) -> None:
+    room = CHARACTERS_IN * WIDTH_IN * axes.get_position().width
+    ends = accumulate(len(name) + GAP_CHARACTERS for name, _ in named)
+    named = [each for each, end in zip(named, ends, strict=True) if end <= room]
     handles = [axes.plot([], [], color=colour, linewidth=2)[0] for _, colour in named]
     if handles:
         axes.legend(
