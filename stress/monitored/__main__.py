@@ -40,8 +40,10 @@ TIMES: Final = 60.0
 WELL_S: Final = 150.0
 """Longer than the longest window, an hour, and the longest waiting time after it."""
 
+SERVERS_MEMORY: Final = {"maxmemory": "400mb", "maxmemory-policy": "allkeys-lru"}
+
 FIRES_S: Final = 90.0
-OVER_S: Final = 120.0
+OVER_S: Final = 300.0
 QUIET_S: Final = 10.0
 WINDOW: Final = "1h"
 POINTS: Final = 200
@@ -218,7 +220,7 @@ def main() -> int:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvtier-monitored-")))
         volume = stack.enter_context(small_disk(folder / "small"))
         shared = folder / "small" / "kv"
-        server = ValkeyServer(folder / "server", {"maxmemory": "600mb"})
+        server = ValkeyServer(folder / "server", SERVERS_MEMORY)
         stack.callback(server.end)
         server.start()
         llm = engine.start(folder, shared, f"redis://127.0.0.1:{server.port}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
+from kvtier.engine.account.read_share import EVERY
 from kvtier.tools.doctor.running import QUERIES_MIN, WASTED_MIN, WASTED_SHARE
 from kvtier.tools.monitoring.questions import QUESTIONS
 from kvtier.tools.watching.readings import FAULTS
@@ -18,6 +19,9 @@ Severity: TypeAlias = Literal["warning", "info"]
 
 CRASHES_MIN: Final = 3
 """One crash is over after a second or two; so many in half an hour are no accident."""
+
+REJECTED_SHARE: Final = 0.1
+"""A tier that evicts for what comes may be full for moments, and then rejects fewer."""
 
 SAMPLED_MIN: Final = 1_000
 """So many sampled stores, of 16,000 blocks, before the share of those read means much."""
@@ -107,11 +111,19 @@ ALERTS: Final = (
     # The next five: what stops by itself within ten minutes needs nobody.
     Alert(
         "KvtierStorageFull",
-        "{tier} has no room for blocks",
-        "increase(kvtier:tier_stores_rejected_total[10m]) > 0\n",
+        "{tier} has no room for {value} of the blocks that it is to store",
+        f"""\
+  increase(kvtier:tier_stores_rejected_total[10m])
+/ (
+    increase(kvtier:tier_stores_rejected_total[10m])
+  + {EVERY} * increase(kvtier:tier_sampled_stores_total[10m])
+  )
+> {REJECTED_SHARE:g}
+""",
         "10m",
         "warning",
         _remedy("stores_rejected"),
+        f"more than {100 * REJECTED_SHARE:g} %",
     ),
     Alert(
         "KvtierStorageFails",

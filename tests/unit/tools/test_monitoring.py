@@ -65,11 +65,23 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     **{
         name: ("15m", {f'{metric}{{tier="nvme"}}': STEADY}, {f'{metric}{{tier="nvme"}}': ONCE})
         for name, metric in {
-            "KvtierStorageFull": "kvtier:tier_stores_rejected_total",
             "KvtierStorageFails": "kvtier:tier_failed_total",
             "KvtierStorageHangs": "kvtier:tier_jobs_timed_out_total",
         }.items()
     },
+    "KvtierStorageFull": (
+        "25m",
+        {
+            'kvtier:tier_stores_rejected_total{tier="nvme"}': "0+100x30",
+            'kvtier:tier_sampled_stores_total{tier="nvme"}': "0+50x30",
+        },
+        {
+            'kvtier:tier_stores_rejected_total{tier="nvme"}': "0+80x30",
+            'kvtier:tier_sampled_stores_total{tier="nvme"}': "0+50x30",
+            'kvtier:tier_stores_rejected_total{tier="idle"}': "0+0x30",
+            'kvtier:tier_sampled_stores_total{tier="idle"}': "0+0x30",
+        },
+    ),
     "KvtierTierStalls": (
         "25m",
         {
