@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 DISK, FOLDER, SERVER = "ssd", "share", "cache"
 PROMPT_TOKENS: Final = 1_000
 PROMPTS: Final = 40
-"""So many are in use at a time, the newer ones most. The tiers have room for all."""
+"""So many are in use at a time, the newer ones most."""
 
 NEW_EVERY: Final = 12
 """After so many requests the oldest prompt goes out of use, and a new one comes."""
+
+RARE, RARE_EVERY = 40, 4
+"""So many others come in turns, one request in so many: the server alone still has them by then."""
 
 BREATH_S: Final = 0.15
 """Between two requests, so that a run of minutes does not wear a tier out."""
@@ -43,12 +46,12 @@ def start(folder: Path, shared: Path, server: str) -> LLM:
         {"type": "fs", "name": FOLDER, "root_dir": str(shared)},
         {"type": "redis", "name": SERVER, "url": server},
     ]
-    # The disk has what is used again soon, the folder what is new, and the server all of it: so
-    # each of them has loads.
+    # The disk has what is used again soon, the folder what is new, and the server all of it: each
+    # of them has loads.
     admission = {"policy": "second_touch", "remembered_blocks_max": 200}
     sizes: list[dict[str, Any]] = [
         {"capacity_bytes": 3_000 * BLOCK_BYTES, "admission": admission},
-        {"capacity_bytes": 800 * BLOCK_BYTES},
+        {"capacity_bytes": 1_000 * BLOCK_BYTES},
         {},
     ]
     config = {
@@ -77,8 +80,11 @@ class Load:
     def send(self) -> Any:  # noqa: ANN401 - vLLM's
         """Send one request and return its output."""
         self.requests += 1
-        (rank,) = self._choose.choices(range(PROMPTS), cum_weights=self._weights)
-        number = self.requests // NEW_EVERY - rank  # the new ones are asked for most
+        if self.requests % RARE_EVERY:
+            (rank,) = self._choose.choices(range(PROMPTS), cum_weights=self._weights)
+            number = self.requests // NEW_EVERY - rank  # the new ones are asked for most
+        else:
+            number = -PROMPTS - (self.requests // RARE_EVERY) % RARE
         (prompt,) = make_prompts(1, PROMPT_TOKENS, SEED + number)
         time.sleep(BREATH_S)
         return generate(self._llm, prompt)
