@@ -189,7 +189,7 @@ def main() -> None:
     report, picture = map(Path, sys.argv[1:])
     drawn = BytesIO()
     draw(json.loads(report.read_text())).savefig(drawn, facecolor=GROUND)
-    Image.open(drawn).convert("RGB").quantize(64).save(picture, optimize=True)
+    Image.open(drawn).convert("RGB").quantize(192).save(picture, optimize=True)
 
 
 if __name__ == "__main__":
