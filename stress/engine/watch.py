@@ -35,6 +35,7 @@ NOT_ZERO_AT_REST = re.compile(
     | kvtier:info\{ | kvtier:primary_slots\{state="(free|ready)"\} | kvtier:(disk|fs)_\w+\{
     | kvtier:tier_capacity_bytes\{ | kvtier:tier_used_bytes\{ | kvtier:tier_inflight_limit_blocks\{
     | kvtier:tier_estimated_\w+\{ | kvtier:tier_estimate_error_ratio\{
+    | kvtier:tier_last_fault_timestamp_seconds\{
     | process_ | python_ | http_
     """,
     re.VERBOSE,

@@ -7,13 +7,16 @@ better. Remedies of faults are those of ``kvtier status`` and ``kvtier doctor``.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from kvtier.engine.account.read_share import EVERY
 from kvtier.tools.doctor.running import QUERIES_MIN, WASTED_MIN, WASTED_SHARE
 from kvtier.tools.monitoring.questions import QUESTIONS
 from kvtier.tools.watching.readings import FAULTS
 from kvtier.tools.watching.shown import WORN_A_DAY
+
+if TYPE_CHECKING:
+    from kvtier.core.metrics import TierFault
 
 Severity: TypeAlias = Literal["warning", "info"]
 
@@ -66,7 +69,7 @@ class Alert(NamedTuple):
         }
 
 
-def _remedy(fault: str) -> str:
+def _remedy(fault: TierFault) -> str:
     """Return what to do about a fault of a tier, without what the fault is."""
     return FAULTS[fault].partition(": ")[2]
 

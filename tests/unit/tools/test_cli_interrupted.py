@@ -437,4 +437,5 @@ def test_a_command_that_is_interrupted_ends_and_leaves_nothing(
 
 
 def test_every_command_is_among_them() -> None:
-    assert {name.partition("_")[0] for name in WORKS} == set(COMMANDS)
+    at_once = {"alerts", "dashboard"}  # they print a file
+    assert {name.partition("_")[0] for name in WORKS} == set(COMMANDS) - at_once
