@@ -163,8 +163,11 @@ class Logging:
 
 def test_a_tier_is_started_again_only_if_it_asks_for_it_and_its_folder_is_not_away() -> None:
     """Else a tier that never serves again would not show."""
-    call = [sys.executable, "-c", "input()", f"kvtier-{FS}"]
-    with subprocess.Popen(call, stdin=subprocess.PIPE, start_new_session=True) as tier:
+    call = [sys.executable, "-c", "print(flush=True); input()", f"kvtier-{FS}"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(call, stdin=pipe, stdout=pipe, start_new_session=True) as tier:
+        assert tier.stdout is not None
+        tier.stdout.readline()  # before, for a moment, its command line may be empty
         server, under_way = Logging(tier.pid), UnderWay()
         operator = Operator(server, under_way)  # type: ignore[arg-type] # all that it asks
         server.text += ASKED_FOR[:9]
