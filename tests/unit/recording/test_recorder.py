@@ -186,7 +186,7 @@ def test_a_file_that_another_engine_writes_is_refused_until_that_has_ended(tmp_p
     path.rename(tmp_path / "moved")
     first.add(record())
     first.start()
-    until(path.exists)
+    until(lambda: path.exists() and path.stat().st_size)  # it is locked before it is written to
     with refused:
         made(path)
     first.close(PATIENCE_S)
