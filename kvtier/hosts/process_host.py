@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -70,6 +71,12 @@ LOOK_S: Final = 0.25
 The scheduler's thread asks, which takes a while for each thread (``RunDelays``): so it skips
 processes that respond.
 """
+
+OUT_OF_MEMORY: Final = (
+    ", as the kernel does when memory runs out. A container's memory limit has to cover "
+    "cpu_bytes_to_use and the tiers' processes, beside what vLLM needs"
+)
+"""What a SIGKILL usually means in a container. The kernel tells only its own log."""
 
 _CLOSE_POLL_S: Final = 0.01
 _START_POLL_S: Final = 0.1
@@ -446,8 +453,8 @@ class _Child:
                 raise _refusal(answer)
             if self.channel.is_ended:
                 raise InternalError(
-                    f"secondary tier {self._tier.name}: its process "
-                    f"{_how_it_ended(self.process)} before it was ready; what it wrote is above."
+                    f"secondary tier {self._tier.name}: its process, which was not ready yet, "
+                    f"{_how_it_ended(self.process)}. What it wrote is above."
                 )
         raise StoreFault("was to end before its backend was made")
 
@@ -470,4 +477,6 @@ def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
         code = process.wait(KILL_S)
     except subprocess.TimeoutExpired:
         return "is ending"
+    if code == -signal.SIGKILL:
+        return f"was killed by signal {-code}{OUT_OF_MEMORY}"
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 REMEDY: Final = (
-    "kvtier restarts the tier by itself. If the reason names its storage, fix that; otherwise "
-    "report this log"
+    "kvtier restarts the tier by itself. If the reason names its storage or memory, fix that; "
+    "otherwise report this log"
 )
 
 

@@ -105,8 +105,8 @@ def _groups() -> str:
 
 
 @contextmanager
-def control_group() -> Iterator[Path | None]:
-    """Make a control group with a limit of ``GROUP_LIMIT_BYTES``, or yield None."""
+def control_group(limit_bytes: int = GROUP_LIMIT_BYTES) -> Iterator[Path | None]:
+    """Make a control group with a limit of memory, or yield None."""
     for mount, limit in (
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
         ("/sys/fs/cgroup", "memory.max"),
@@ -117,7 +117,7 @@ def control_group() -> Iterator[Path | None]:
         except OSError:
             continue
         try:
-            (folder / limit).write_text(str(GROUP_LIMIT_BYTES))
+            (folder / limit).write_text(str(limit_bytes))
         except OSError:
             folder.rmdir()
             continue

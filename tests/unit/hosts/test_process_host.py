@@ -30,6 +30,7 @@ from kvtier.plugin_api.backend import BackendContext, Namespace, Outcome
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.runtime_config import TierConfig
 from tests.support.mailboxes import KeptMessages
+from tests.support.needs import control_group, needs
 from tests.support.other_processes import is_running, state_of
 from tests.support.patience import PATIENCE_S, looks, until
 
@@ -43,7 +44,9 @@ pytestmark = pytest.mark.slow
 BLOCK = 8192
 SLOTS = 16
 KEYS = tuple(bytes([number]) * 36 for number in range(SLOTS))
+ALL = tuple(range(SLOTS))
 CONTEXT = BackendContext(BLOCK, Namespace({"model": "m"}), "1:x")
+KILLED = f"was killed by signal 9{process_host.OUT_OF_MEMORY}"
 
 
 def memory_tier(**options: Any) -> dict[str, Any]:
@@ -275,7 +278,7 @@ def test_a_killed_process_is_followed_by_another_that_has_what_was_stored(
     assert bench.opened == 1
     first = bench.pid
     os.kill(first, signal.SIGKILL)
-    assert bench.next_of(wire.TierBroke) == wire.TierBroke(reason="was killed by signal 9")
+    assert bench.next_of(wire.TierBroke) == wire.TierBroke(reason=KILLED)
     assert isinstance(bench.next(), wire.TierFenced)
     assert has_ended(first)
     assert isinstance(bench.next(), wire.TierRestarted)
@@ -283,6 +286,29 @@ def test_a_killed_process_is_followed_by_another_that_has_what_was_stored(
     assert bench.load(KEYS[:2], (8, 9)).outcomes == (Outcome.DONE,) * 2
     assert bytes(bench.memory.view(9)) == b"\x02" * BLOCK
     assert bench.opened == 1, "the restart was told"
+
+
+@needs("control group")
+def test_a_process_that_runs_out_of_memory_is_followed_by_another(benches: list[Bench]) -> None:
+    """The kernel kills it alone, as it does where a control group's processes end one by one."""
+    bench = Bench(memory_tier())
+    benches.append(bench)
+    bench.fill()
+    first = bench.pid
+    with control_group(limit_bytes=1) as folder:
+        assert folder is not None
+        (folder / "cgroup.procs").write_text(str(first))
+        broke: Any = None
+        for _ in looks(lambda: "it needed no further page"):
+            bench.host.post(wire.StoreJob(job=1, request="r", keys=KEYS, slots=ALL))
+            broke = bench.next()
+            if isinstance(broke, wire.TierBroke):
+                break
+        assert broke.reason == KILLED
+        bench.next_of(wire.TierFenced)
+        assert has_ended(first)
+    bench.next_of(wire.TierRestarted)
+    assert set(bench.store(KEYS, ALL).outcomes) == {Outcome.DONE}
 
 
 def test_a_cut_off_tier_takes_no_message(benches: list[Bench]) -> None:
@@ -344,7 +370,7 @@ def test_a_tier_that_does_not_come_back_says_why_once(
             (tmp_path / "elsewhere").rename(path)
         bench.next_of(wire.TierRestarted)
     killed, in_the_way, back = lines
-    assert (killed["event"], killed["reason"]) == ("tier disabled", "was killed by signal 9")
+    assert (killed["event"], killed["reason"]) == ("tier disabled", KILLED)
     assert killed["retry_s"] == 0.001
     assert in_the_way["event"] == "tier is still disabled"
     assert str(path) in in_the_way["reason"]
