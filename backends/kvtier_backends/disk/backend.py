@@ -314,7 +314,8 @@ class DiskBackend(Backend):
         self._region_bytes = geometry.region_bytes
         superblock, counts = await self._threads.run(partial(prepare_folder, self._path, verdict))
         self._superblock = SuperblockCopy(self._claim, superblock)
-        device = FileDevice(
+        open_device = partial(
+            FileDevice,
             Segments(self._path, geometry.region_bytes, plan.segment_regions),
             direct=self._direct,
             read_threads=self._io_depth,
@@ -323,6 +324,7 @@ class DiskBackend(Backend):
             on_direct_refused=partial(self._incidents.report, "store", "direct_refused"),
             on_not_reserved=partial(self._incidents.report, "store", "room_not_reserved"),
         )
+        device = await self._threads.run(open_device)
         self._devices = [*(each for each in self._devices if each.busy()), device]
         keyring = None if self._encrypted_log is None else self._encrypted_log.keyring
         key_id = NO_KEY_ID if keyring is None else keyring.current_id

@@ -10,6 +10,9 @@ opened, for this user alone, and each region's bytes are allocated before it is
 written: a full disk fails the allocation, not the middle of a store. If the
 filesystem can't reserve room, only the file's length is set, and a full disk
 fails a write.
+
+The folder is kept open, and files are created and opened in it, or nowhere: once
+its filesystem is unmounted, the path leads to another disk.
 """
 
 from __future__ import annotations
@@ -95,7 +98,7 @@ class FileDevice(Device):
 
     Readers and writers have threads of their own, so neither waits for the
     other. So have writes of few pages: they don't wait for the data of other writes, nor
-    occupy its threads. ``direct`` bypasses the page cache if buffers and filesystem
+    occupy its threads. Opening the folder blocks, and raises ``OSError``. ``direct`` bypasses the page cache if buffers and filesystem
     allow it; ``on_direct_refused`` is called if one does not, and ``on_not_reserved``
     once if the filesystem cannot reserve room.
     """
@@ -162,6 +165,7 @@ class _SegmentFiles:
         direct: bool,
     ) -> None:
         self._segments = segments
+        self._folder = os.open(segments.folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._direct = O_DIRECT if direct else 0
         self._on_direct_refused = on_direct_refused
         self._on_not_reserved = on_not_reserved
@@ -169,7 +173,7 @@ class _SegmentFiles:
         self._lengthening = threading.Lock()
         self._lock = threading.Lock()
         self._descriptors: dict[tuple[int, int], int] = {}
-        self._forgotten: list[int] = []
+        self._forgotten = [self._folder]  # closed with the last call
         self._closed = False
 
     def read_all(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
@@ -190,8 +194,9 @@ class _SegmentFiles:
         segment, at = self._place(region)
         try:
             descriptor = self._descriptor(segment, os.O_WRONLY | os.O_CREAT)
-        except NotAFile as problem:
-            remove_whatever(problem.filename)  # it can't be served: our file replaces it
+        except NotAFile:
+            # It can't be served: our file replaces it.
+            remove_whatever(self._path(segment, f"/proc/self/fd/{self._folder}"))
             self._forget(segment)
             descriptor = self._descriptor(segment, os.O_WRONLY | os.O_CREAT)
         status = os.fstat(descriptor)
@@ -277,7 +282,7 @@ class _SegmentFiles:
             return descriptor
 
     def _open(self, segment: int, flags: int) -> int:
-        """Open the file of the segment's other descriptors, or else the one that the path names.
+        """Open the file of the segment's other descriptors, or else the one in the open folder.
 
         A file that is removed under an engine stays whole for open descriptors. If only reads
         opened it by its path, writes would still succeed, but reads would find no blocks.
@@ -289,7 +294,14 @@ class _SegmentFiles:
             except OSError as problem:  # no /proc here, or storage that knows files by their paths
                 if problem.errno == errno.EINVAL:  # no O_DIRECT: don't try twice
                     raise
-        return open_file(f"{self._segments.folder}/{SEGMENT_NAME.format(segment)}", flags)
+        try:
+            return open_file(self._path(segment, f"/proc/self/fd/{self._folder}"), flags)
+        except OSError as problem:
+            problem.filename = self._path(segment, self._segments.folder)  # as people know it
+            raise
+
+    def _path(self, segment: int, folder: str) -> str:
+        return f"{folder}/{SEGMENT_NAME.format(segment)}"
 
 
 def _closed() -> OSError:

@@ -169,6 +169,28 @@ async def test_another_folder_on_another_filesystem_is_left_alone(tmp_path: Path
             assert await other.found(range(10)) == list(range(10))
 
 
+@needs("mount")
+async def test_a_disk_taken_away_under_a_store_has_no_segment_below_its_mount_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the next round sees that it is gone, and each segment has a GiB."""
+    monkeypatch.setattr(claim, "SEGMENT_BYTES_USUAL", 1)  # a region each, so that many are opened
+    place = tmp_path / "kv"
+    place.mkdir()
+    mount("-t", "tmpfs", "-o", "mode=700", "tmpfs", place)
+    async with open_disk(place) as disk:
+        await disk.store(1)
+        await disk.come_to_rest()
+        unmount(place)
+        for first in range(60):
+            await disk.store(*range(first, first + 9))
+        assert list(place.iterdir()) == []
+        for _ in range(2):
+            await disk.backend.tick()
+        assert await disk.store(2) == [Outcome.FAILED]
+    assert list(place.iterdir()) == []
+
+
 # --- what is no file ---
 
 
