@@ -79,6 +79,11 @@ STORES_BESIDE_LOADS_FRACTION: Final = 0.25
 """Fraction of ``io_depth`` that stores keep at the disk while something is loaded."""
 
 TICK_S: Final = 1.0
+FOLDER_GONE: Final = (
+    "the folder is gone, or was replaced: was its filesystem unmounted? Nothing is stored or "
+    "loaded until it is back. A deleted one is made again; to use another filesystem, "
+    "start the engine again"
+)
 SWEEPS_PER_TTL: Final = 20
 CLOSE_TIMEOUT_S_MAX: Final = 1.0
 CREDIT_REGIONS: Final = 2  #: budget is kept for reinserting this many regions
@@ -451,7 +456,7 @@ class DiskBackend(Backend):
 
     def _vanish(self, log: BlockLog) -> None:
         """Give up a folder that is gone. Its blocks are lost."""
-        self._incidents.report("store", "folder_vanished", "the folder is gone, or was replaced")
+        self._incidents.report("store", "folder_vanished", FOLDER_GONE)
         self._log = None
         log.abandon()
         self._devices[-1].close()

@@ -291,11 +291,12 @@ class RootHandle:
             self._on_return()
 
     def _lose(self, why: str) -> None:
-        self._place = None
+        # First the reason: other threads raise it as soon as there is no place.
         self._why = (
             f"{why}: was its filesystem unmounted? Nothing is stored or loaded until it is back; "
             "to use what is there now, start the engine again"
         )
+        self._place = None
 
 
 class SpecialFile(OSError):

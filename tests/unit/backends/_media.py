@@ -68,6 +68,16 @@ def open_files() -> list[int]:
     return [int(each.name) for each in Path("/proc/self/fd").iterdir()]
 
 
+def open_on(device: int) -> list[str]:
+    """Return what this process has open on a filesystem: paths do not tell once it is unmounted."""
+    found = []
+    for number in open_files():
+        with suppress(OSError):  # the listing's own is closed by now
+            if os.fstat(number).st_dev == device:
+                found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return found
+
+
 @contextmanager
 def descriptors_left(count: int) -> Iterator[None]:
     """Let this process open so many files more, and then none."""

@@ -24,6 +24,7 @@ from kvtier_backends.fs.bound.removals import RemovalsReader
 from kvtier_backends.fs.bound.small_files import DaemonExecutor, SmallFiles
 from kvtier_backends.fs.bound.writer import NoGrant, Stage, Writer
 from kvtier_backends.fs.layout import VllmLayout
+from kvtier_backends.fs.open_root import PlaceLost
 from kvtier_backends.fs.temporary import (
     parse_temporary_untrusted,
     parse_writer_untrusted,
@@ -360,14 +361,16 @@ class FolderBound:
     async def _open_space(self) -> Folder:
         """Open the protocol's folder; reopen it if the root has changed. Raises ``OSError``."""
         loop = asyncio.get_running_loop()
-        place = await loop.run_in_executor(self._executor, self._current_place)
+        try:
+            place = await loop.run_in_executor(self._executor, self._current_place)
+        except PlaceLost:
+            self._leave()
+            raise
         is_gone = self._space is not None and not _is_there(self._space.descriptor)
         if place is not self._place or is_gone:
-            self._hands.give_up()
+            self._leave()
             self._hands.root = SmallFiles(os.dup(place.root), self._executor, self._folder_mode)
-            self.cleaner.step_down()
-            self._writer.leave()
-            self._place, self._space = place, None
+            self._place = place
         if self._space is None:
             assert self._hands.root is not None, "opened with the place"
             try:
@@ -377,6 +380,14 @@ class FolderBound:
                     await self.cleaner.make_room(None)
                 raise
         return self._space
+
+    def _leave(self) -> None:
+        """Release all folders: an open one keeps a filesystem from being detached."""
+        self._hands.give_up()
+        self._hands.root = None
+        self.cleaner.step_down()
+        self._writer.leave()
+        self._place = self._space = None
 
     async def _read_removals(self, space: Folder) -> None:
         if time.monotonic() - self._read_s < self._timing.idle_s:

@@ -26,6 +26,7 @@ from tests.unit.backends._media import (
     descriptors_left,
     mount,
     open_files,
+    open_on,
     unmount,
 )
 from tests.unit.backends.disk._disk import key_of, make_disk, open_disk, two_filesystems
@@ -178,6 +179,7 @@ async def test_a_disk_taken_away_under_a_store_has_no_segment_below_its_mount_po
     place = tmp_path / "kv"
     place.mkdir()
     mount("-t", "tmpfs", "-o", "mode=700", "tmpfs", place)
+    device = place.stat().st_dev
     async with open_disk(place) as disk:
         await disk.store(1)
         await disk.come_to_rest()
@@ -188,6 +190,7 @@ async def test_a_disk_taken_away_under_a_store_has_no_segment_below_its_mount_po
         for _ in range(2):
             await disk.backend.tick()
         assert await disk.store(2) == [Outcome.FAILED]
+        assert open_on(device) == [], "it can be detached"
     assert list(place.iterdir()) == []
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
@@ -18,14 +18,17 @@ from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.fs import open_root
 from tests.support.fuse_folder import FuseFolder
 from tests.support.needs import needs
+from tests.support.patience import looks
 from tests.unit.backends._media import (
     descriptors_left,
     mount,
     open_files,
+    open_on,
+    open_on,
     tmpfs,
     unmount,
 )
-from tests.unit.backends.fs._fs import key_of, make_fs, open_fs
+from tests.unit.backends.fs._fs import FILE_BYTES, key_of, make_fs, open_fs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence
@@ -178,6 +181,26 @@ async def test_the_same_folder_under_another_device_number_is_taken_up(
         assert files_in(tmp_path / "real") == before
 
 
+async def test_a_folder_is_given_up_once_the_reason_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other threads raise it at once: they said that nothing had been stored there yet."""
+    reasons: list[str] = []
+
+    def set_attribute(handle: open_root.RootHandle, name: str, value: object) -> None:
+        if name == "_place" and value is None:
+            reasons.append(handle._why)
+        object.__setattr__(handle, name, value)
+
+    async with open_fs(tmp_path / "kv") as fs:
+        assert await fs.store(1) is DONE
+        (tmp_path / "kv").rename(tmp_path / "aside")
+        with monkeypatch.context() as patched:
+            patched.setattr(open_root.RootHandle, "__setattr__", set_attribute)
+            await expect_nothing_works(fs)
+    assert reasons[0].startswith("it is not there any more")
+
+
 @needs("mount")
 async def test_an_open_tier_keeps_its_filesystem_busy_and_a_closed_one_does_not(
     tmp_path: Path,
@@ -193,23 +216,24 @@ async def test_an_open_tier_keeps_its_filesystem_busy_and_a_closed_one_does_not(
 
 
 @needs("mount")
-async def test_a_tier_lets_go_of_a_filesystem_that_was_taken_away(tmp_path: Path) -> None:
-    """With the first call after ``umount -l``: the device must become free."""
+@pytest.mark.parametrize("options", [{}, {"capacity_bytes": 64 * FILE_BYTES}], ids=str)
+async def test_a_tier_lets_go_of_a_filesystem_that_was_taken_away(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """With the first calls after ``umount -l``: the device must become free."""
     with tmpfs(tmp_path / "own", "8m") as folder:
-        async with open_fs(folder) as fs:
-            assert await fs.store(1) is DONE
-            held = open_folders(folder)
-            assert held
+        device = folder.stat().st_dev
+        async with open_fs(folder, **options) as fs:
+            for _ in looks():  # a bounded folder is counted first
+                if await fs.store(1) is DONE:
+                    break
+            assert open_on(device)
             unmount(folder)
-            await fs.probe(1)
-            assert open_folders(folder) == []
+            for _ in looks(lambda: open_on(device)):
+                await fs.probe(1)
+                if not open_on(device):
+                    break
             mount("-t", "tmpfs", "tmpfs", folder)  # there is one to take away
-
-
-def open_folders(folder: Path) -> list[str]:
-    links = [each for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    found = [str(each.readlink()) for each in links if os.path.lexists(each)]
-    return [path for path in found if path.startswith(str(folder))]
 
 
 @needs("fuse")
