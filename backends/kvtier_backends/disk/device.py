@@ -98,7 +98,9 @@ class FileDevice(Device):
 
     Readers and writers have threads of their own, so neither waits for the
     other. So have writes of few pages: they don't wait for the data of other writes, nor
-    occupy its threads. Opening the folder blocks, and raises ``OSError``. ``direct`` bypasses the page cache if buffers and filesystem
+    occupy its threads. Opening the folder blocks, and raises ``OSError``.
+
+    ``direct`` bypasses the page cache if buffers and filesystem
     allow it; ``on_direct_refused`` is called if one does not, and ``on_not_reserved``
     once if the filesystem cannot reserve room.
     """

@@ -74,7 +74,7 @@ def open_on(device: int) -> list[str]:
     for number in open_files():
         with suppress(OSError):  # the listing's own is closed by now
             if os.fstat(number).st_dev == device:
-                found.append(os.readlink(f"/proc/self/fd/{number}"))
+                found.append(str(Path(f"/proc/self/fd/{number}").readlink()))
     return found
 
 

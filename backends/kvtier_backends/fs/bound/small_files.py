@@ -65,18 +65,24 @@ class DaemonExecutor(Executor):
 
     def _work(self) -> None:
         while (work := self._calls.get()) is not None:
-            future, call = work
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = call()
-            except BaseException as problem:  # noqa: BLE001 - handed to whoever waits
-                answer = partial(future.set_exception, problem)
-            else:
-                answer = partial(future.set_result, result)
-            with suppress(RuntimeError):  # its loop is closed: there is nothing left to notify
-                answer()
+            _carry_out(*work)
+            del work  # an idle thread keeps no folder open
         self._calls.put(None)  # for the next thread
+
+
+def _carry_out(future: Future[Any], call: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    with suppress(RuntimeError):  # its loop is closed: there is nothing left to notify
+        try:
+            result = call()
+        except BaseException as problem:  # noqa: BLE001 - handed to whoever waits
+            future.set_exception(problem)
+            # Its traceback has this frame: without this, the folders in it stay open until
+            # garbage is collected.
+            del future
+        else:
+            future.set_result(result)
 
 
 class SmallFiles(Folder):

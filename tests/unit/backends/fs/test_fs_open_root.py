@@ -24,7 +24,6 @@ from tests.unit.backends._media import (
     mount,
     open_files,
     open_on,
-    open_on,
     tmpfs,
     unmount,
 )
