@@ -292,6 +292,35 @@ async def test_old_blocks_are_swept_told_and_not_recovered(tmp_path: Path) -> No
     await backend.close()
 
 
+@pytest.mark.parametrize("leap_s", [60, 3600, -60, -3600])
+async def test_a_clock_that_leaps_costs_no_block_before_its_time(
+    leap_s: int, tmp_path: Path
+) -> None:
+    """A node's clock is set right under an engine, and between two."""
+    begun_s = 1e9
+    set_right_s = begun_s + leap_s
+    async with open_disk(tmp_path / "kv", ttl_s=7200) as disk:
+        disk.clock.now_s = begun_s
+        assert await disk.store(1) == [Outcome.DONE]
+        disk.clock.now_s = set_right_s
+        assert await disk.store(2) == [Outcome.DONE]
+        for _ in range(50):
+            await disk.backend.tick()
+        assert disk.lost == []
+        assert await disk.found([1, 2]) == [1, 2]
+    clock = Clock()
+    clock.now_s = set_right_s
+    backend = make_disk(tmp_path / "kv", clock=clock, ttl_s=7200)
+    await backend.open()
+    disk = Disk(backend, clock)
+    assert await disk.found([1, 2]) == [1, 2]
+    clock.now_s += 7201 + abs(leap_s)
+    for _ in range(50):
+        await backend.tick()
+    assert sorted(disk.lost) == sorted(map(key_of, (1, 2))), "and none stays for ever"
+    await backend.close()
+
+
 # --- faults ---
 
 
