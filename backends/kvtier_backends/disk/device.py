@@ -298,9 +298,11 @@ class _SegmentFiles:
                     raise
         try:
             return open_file(self._path(segment, f"/proc/self/fd/{self._folder}"), flags)
-        except OSError as problem:
-            problem.filename = self._path(segment, self._segments.folder)  # as people know it
+        except NotAFile:
             raise
+        except OSError as problem:
+            path = self._path(segment, self._segments.folder)  # as people know it
+            raise OSError(problem.errno, problem.strerror, path) from problem
 
     def _path(self, segment: int, folder: str) -> str:
         return f"{folder}/{SEGMENT_NAME.format(segment)}"
