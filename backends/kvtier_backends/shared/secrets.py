@@ -15,14 +15,24 @@ from kvtier.errors import ConfigError
 
 SECRET_BYTES_MAX: Final = 1 << 16
 
+_ROOT: Final = 0
+_OF_OTHERS: Final = 0o077
+_OF_OTHERS_IF_ROOTS: Final = 0o037
+"""A group may read root's file: so a container gets a secret that is not its user's. Kubernetes
+makes a Secret's files root's, and readable to the pod's ``fsGroup``, whatever ``defaultMode``."""
+
 
 def read_secret_file(path: str) -> str:
     """Return the file's text. Raises ``OSError`` or ``ValueError``, ``ConfigError`` among these."""
     # O_NONBLOCK: a FIFO must not keep the engine from starting.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
-        if os.fstat(descriptor).st_mode & 0o077:
-            raise ConfigError("others may read it: run chmod 600 on it")
+        found = os.fstat(descriptor)
+        if found.st_mode & (_OF_OTHERS_IF_ROOTS if found.st_uid == _ROOT else _OF_OTHERS):
+            raise ConfigError(
+                "others may read it: run chmod 600 on it; for a Secret of Kubernetes, set its "
+                "defaultMode to 0400 and the pod's fsGroup"
+            )
         try:
             return file.read(SECRET_BYTES_MAX).decode()
         except ValueError:  # its text would show a part of the secret

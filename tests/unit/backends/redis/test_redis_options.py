@@ -93,7 +93,7 @@ def test_a_password_comes_from_a_file_or_the_environment(
 
 
 BAD_FILES: dict[str, Callable[[Path], object]] = {
-    "chmod 600": lambda file: (file.write_text(SECRET), file.chmod(0o640)),
+    "chmod 600": lambda file: (file.write_text(SECRET), file.chmod(0o644)),
     "UTF-8": lambda file: (file.write_bytes(SECRET.encode() + b"\xff"), file.chmod(0o600)),
     "empty": lambda file: os.mkfifo(file, 0o600),  # which keeps no engine from starting
 }

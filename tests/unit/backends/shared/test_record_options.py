@@ -39,7 +39,7 @@ def test_keys_that_cannot_be_had_are_refused(
     monkeypatch.setenv("KVTIER_SHORT", OLD[:-2])
     monkeypatch.setenv("KVTIER_MANY", "\n".join([OLD] * 17))
     public = key_file(tmp_path / "public", OLD)
-    (tmp_path / "public").chmod(0o640)
+    (tmp_path / "public").chmod(0o644)
     for options, names in (
         ({f"{kind}_file": str(tmp_path / "missing")}, "No such file"),
         ({f"{kind}_file": public}, "chmod 600"),

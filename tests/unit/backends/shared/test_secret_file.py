@@ -9,11 +9,13 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier_backends.shared.secrets import SECRET_BYTES_MAX, read_secret_file
+from tests.support.needs import needs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 SECRET = "hunter2-hunter2"
+SOMEBODY = 12345
 
 
 @pytest.fixture
@@ -30,8 +32,28 @@ def test_a_file_of_ones_own_is_read(file: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
 def test_a_file_that_others_have_a_right_to_is_refused(file: Path, mode: int) -> None:
+    if os.geteuid() == 0:
+        os.chown(file, SOMEBODY, SOMEBODY)
     file.chmod(mode)
     with pytest.raises(ConfigError, match="chmod 600"):
+        read_secret_file(str(file))
+
+
+@needs("root")
+@pytest.mark.parametrize("mode", [0o440, 0o640])
+def test_a_group_may_read_what_is_roots(file: Path, mode: int) -> None:
+    """Such are the files of a Kubernetes Secret, for a pod with fsGroup."""
+    file.chmod(mode)
+    assert read_secret_file(str(file)) == SECRET
+
+
+@needs("root")
+@pytest.mark.parametrize("mode", [0o444, 0o660, 0o604])
+def test_what_is_roots_is_refused_if_all_may_read_it_or_a_group_may_write(
+    file: Path, mode: int
+) -> None:
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match="fsGroup"):
         read_secret_file(str(file))
 
 
