@@ -3,11 +3,15 @@
     python -m stress.bare_machine                              # as root, then as an ordinary user
     python -m stress.bare_machine --python ~/python-3.12       # with a Python of yours
     python -m stress.bare_machine --command "make dev lint unit"
+    python -m stress.bare_machine --dockerfile                 # what building the image does
 
 Each run has a root of its own, made by debootstrap (apt-get install debootstrap; needs root), with
 Python, its venv, make and git, and a clean clone of this repository's HEAD. Of this machine it has
 the kernel, the network, and how pip gets its packages. Prints how long each command took and what
 it left out; exits with 1 if one failed.
+
+``--dockerfile`` runs the lines of ``docs/deploy/Dockerfile`` in such a root, without the vLLM of
+its base, and then kvtier as a user without a name.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from stress.pods import dockerfile
 from stress.supervisor import folder_prefix, supervised
 
 if TYPE_CHECKING:
@@ -32,6 +37,20 @@ REPOSITORY: Final = Path(__file__).parents[1]
 PACKAGES: Final = "python3,python3-venv,make,git,ca-certificates"
 COMMANDS: Final = ("make demo", "make test")
 USER: Final = "somebody"
+VENV: Final = (
+    "/image/python"  #: in place of the image's Python: Debian's takes no packages from pip
+)
+CONFIGURATION: Final = (
+    '{"spec_name": "KVTierOffloadingSpec", "spec_module_path": "kvtier.vllm", '
+    '"cpu_bytes_to_use": "1MiB"}'
+)
+IN_IMAGE: Final = f"""set -e; export PATH={VENV}/bin:$PATH
+test ! -e /kvtier
+cd /
+python3 -m pip check
+echo '{CONFIGURATION}' | setpriv --reuid=1000680000 --regid=0 --clear-groups --no-new-privs \
+    env HOME=/nonexistent kvtier check -
+"""
 TAIL_LINES: Final = 40
 
 
@@ -134,12 +153,20 @@ def main() -> int:
         help="a Python's folder, in place of Debian's",
     )
     parser.add_argument("--user", action="append", choices=("root", USER), help="only this one")
+    parser.add_argument(
+        "--dockerfile", action="store_true", help="as root, what building the image does"
+    )
     parser.add_argument("--suite", default="bookworm", help="Debian's release")
     parser.add_argument("--logs", type=Path, default=Path("build/bare-machine"))
     given = parser.parse_args()
     if shutil.which("debootstrap") is None:
         parser.error("needs debootstrap: apt-get install debootstrap")
     given.logs.mkdir(parents=True, exist_ok=True)
+    commands = given.command or COMMANDS
+    if given.dockerfile:
+        build = f"set -e; python3 -m venv {VENV}; PATH={VENV}/bin:$PATH\n"
+        build += dockerfile.read().script()
+        commands, given.user = (build, IN_IMAGE), ["root"]
     machines = [
         Machine(user, python)
         for python in given.python or [None]
@@ -154,7 +181,7 @@ def main() -> int:
             subprocess.run(["cp", "-a", base, root], check=True)
             log = given.logs / f"{machine}.log".replace(" ", "-")
             log.unlink(missing_ok=True)
-            done = run(root, machine, of_the_host, given.command or COMMANDS, log)
+            done = run(root, machine, of_the_host, commands, log)
             failed += show(machine, done, log)
             shutil.rmtree(root)
     return min(failed, 1)
@@ -163,7 +190,8 @@ def main() -> int:
 def show(machine: Machine, done: list[tuple[str, int, float]], log: Path) -> bool:
     """Print how it went, and what was left out or how it failed. Returns whether it failed."""
     for command, status, seconds in done:
-        print(f"{machine}: {command}: status {status} after {seconds:.0f} s")
+        shown = command.partition("\n")[0]
+        print(f"{machine}: {shown}: status {status} after {seconds:.0f} s")
     failed = bool(done[-1][1])
     lines = log.read_text(errors="replace").splitlines()
     table = next((at for at, line in enumerate(lines) if "== left out" in line), len(lines))

