@@ -146,6 +146,9 @@ quick-unit: $(VENV)/.dev
 # The same proofs as in the tests, with more examples and other kills: their seed is printed.
 test-long: $(VENV)/.full $(NEWER)/.made
 	$(BIN)/python -m stress.bare_machine
+	$(BIN)/python -m stress.bare_machine --dockerfile
+	$(BIN)/python -m stress.pods
+	$(BIN)/python -m stress.pods local-nvme --user 1000680000:0
 	seed=$${KVTIER_TEST_SEED:-$$RANDOM}; echo "KVTIER_TEST_SEED=$$seed"; \
 	KVTIER_TEST_TIMES=5 KVTIER_DISK_KILLS=500 KVTIER_SOAK_PLANTS=1 KVTIER_TEST_SEED=$$seed \
 	    $(MAKE) --no-print-directory LONG=1 unit backends PYTEST_ARGS="--hypothesis-seed=$$seed $(PYTEST_ARGS)"

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -36,8 +37,8 @@ from stress.limits import PATIENCE_S
 from stress.pods import manifests
 from stress.pods.root import (
     User,
+    as_user,
     command_in_root,
-    give_volume,
     image_environment,
     memory_group,
     path_in_image,
@@ -49,43 +50,33 @@ from stress.pods.substitutions import (
     engine_command,
     server_command,
     shared_memory_bytes,
+    small,
 )
+from stress.pods.volumes import make_volumes, make_what_comments_say
 from stress.supervisor import folder_prefix, supervised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from stress.pods.manifests import Mount, Pod
+    from stress.pods.manifests import Pod
 
 SCENARIOS: Final = ("local-nvme", "host-path", "shared-folder", "valkey")
+SHOWN_MAX: Final = 20
+_LONG_NAME: Final = re.compile(r"[0-9a-f-]{12,}")
 NAMESPACE: Final = "KVTIER_PODS_NETWORK"  #: set in the process that has a network of its own
 PROMPT_TOKENS: Final = (500, 900)
 POLL_S: Final = 0.2
 STORED: Final = "vllm:kv_offload_store_bytes_total"
 WRITTEN: Final = "vllm:kv_offload_tiering_write_bytes_total"
 READ: Final = "vllm:kv_offload_tiering_read_bytes_total"
-_KUBECTL: Final = r"""
-kubectl() {
-    folder=$SECRETS/$4; mkdir -p "$folder"; shift 4
-    for each; do
-        each=${each#--from-*=}
-        case $each in
-            *=*) printf '%s' "${each#*=}" > "$folder/${each%%=*}";;
-            *) cp "$FILES/$each" "$folder/$each";;
-        esac
-    done
-}
-install() { mkdir -p "$HOST${!#}"; chown "$3:$5" "$HOST${!#}"; chmod "$7" "$HOST${!#}"; }
-docker() { :; }
-"""
-"""In place of the commands that the manifests' comments name."""
 
 
 class Running:
     """An engine that runs in its pod's root."""
 
-    def __init__(self, pod: Pod, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, pod: Pod, user: User, process: subprocess.Popen[bytes], log: Path) -> None:
         self._pod = pod
+        self._user = user
         self._process = process
         self._log = log
         probe = pod.container["startupProbe"]["httpGet"]
@@ -141,11 +132,34 @@ class Running:
             each.value for family in families for each in family.samples if each.name == name
         )
 
+    def exec(self, *command: str, given: str = "") -> str:
+        """Run a command beside it, as ``kubectl exec -i`` does; returns what it prints."""
+        environment = {**image_environment(), **self._pod.environment}
+        namespaces = ["--mount", "--pid", "--ipc", "--root", "--wd"]
+        done = subprocess.run(
+            [
+                *("nsenter", f"--target={self._pid}", *namespaces),
+                *as_user(self._user, environment, command),
+            ],
+            input=given,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise Failure(f"{command} ends with {done.returncode}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    @property
+    def _pid(self) -> int:
+        """The number of the process that is the first in the pod."""
+        process = self._process.pid
+        return int(Path(f"/proc/{process}/task/{process}/children").read_text().split()[0])
+
     def end(self) -> str:
         """End it as kubelet does behind ``preStop``; returns what it says of its blocks."""
         began_s = time.monotonic()
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
-        os.kill(int(children.split()[0]), signal.SIGTERM)
+        os.kill(self._pid, signal.SIGTERM)
         grace_s = self._pod.spec["terminationGracePeriodSeconds"]
         try:
             self._process.wait(grace_s)
@@ -167,17 +181,14 @@ class Deployed:
         self._scenario = scenario
         self._folder = folder
         self._user = user
-        self._make_what_the_comments_say()
+        make_what_comments_say(scenario, folder)
         self._volumes = {
-            (pod.name, mount.volume["name"]): self._folder_of(pod, mount)
-            for pod in self.pods.values()
-            for mount in pod.mounts
-            if mount.path != manifests.SHARED_MEMORY
+            pod.name: make_volumes(pod, folder, self.user_of(pod)) for pod in self.pods.values()
         }
 
     def user_of(self, pod: Pod) -> User:
         """Return the numbers that the pod runs with."""
-        return self._user or User(pod.user, pod.group, pod.fs_group)
+        return self._user or User.of(pod)
 
     @contextmanager
     def engine(self, model: Path) -> Iterator[Running]:
@@ -190,7 +201,7 @@ class Deployed:
                 print("  no memory limit: this machine lets no control group be made")
             environment = {**ENVIRONMENT_OF_A_CPU, **pod.environment}
             with self._run(pod, command, environment, shared, group, model) as process:
-                yield Running(pod, process, self._log(pod))
+                yield Running(pod, self.user_of(pod), process, self._log(pod))
 
     @contextmanager
     def valkey(self) -> Iterator[None]:
@@ -207,38 +218,12 @@ class Deployed:
         found = {}
         for mount in self.pods["vllm"].mounts:
             if mount.path != manifests.SHARED_MEMORY and not mount.is_read_only:
-                folder = self._volumes["vllm", mount.volume["name"]]
-                paths = [*folder.glob("*"), *folder.glob("*/*")]
-                found[mount.path] = sorted(str(each.relative_to(folder)) for each in paths)
+                folder = self._volumes["vllm"][mount.volume["name"]]
+                paths = (str(each.relative_to(folder)) for each in folder.rglob("*"))
+                found[mount.path] = sorted({_LONG_NAME.sub("...", each) for each in paths})[
+                    :SHOWN_MAX
+                ]
         return found
-
-    def _make_what_the_comments_say(self) -> None:
-        """Run the commands at the head of the manifest, with files in place of a cluster."""
-        (self._folder / "files").mkdir()
-        subprocess.run(
-            ["bash", "-euc", _KUBECTL + manifests.commands(self._scenario)],
-            env={
-                **os.environ,
-                "SECRETS": str(self._folder / "secrets"),
-                "FILES": str(self._folder / "files"),
-                "HOST": str(self._folder / "host"),
-            },
-            check=True,
-        )
-
-    def _folder_of(self, pod: Pod, mount: Mount) -> Path:
-        volume = mount.volume
-        folder = self._folder / "volumes" / pod.name / str(volume["name"])
-        if "hostPath" in volume:
-            return Path(f"{self._folder}/host{volume['hostPath']['path']}")
-        folder.mkdir(parents=True)
-        if "secret" in volume:
-            made = self._folder / "secrets" / volume["secret"]["secretName"]
-            items = volume["secret"].get("items")
-            for each in items or [{"key": path.name, "path": path.name} for path in made.iterdir()]:
-                (folder / each["path"]).write_bytes((made / each["key"]).read_bytes())
-        give_volume(folder, mount, self.user_of(pod))
-        return folder
 
     def _log(self, pod: Pod) -> Path:
         return self._logs / f"{self._scenario}-{pod.name}.log"
@@ -253,13 +238,12 @@ class Deployed:
         group: Path | None,
         model: Path | None,
     ) -> Iterator[subprocess.Popen[bytes]]:
-        volumes = {name: path for (of, name), path in self._volumes.items() if of == pod.name}
         with tempfile.TemporaryDirectory(dir=self._folder) as scratch:
             whole = command_in_root(
                 pod,
                 command,
                 {**image_environment(), **environment},
-                volumes,
+                self._volumes[pod.name],
                 user=self.user_of(pod),
                 shared_memory_bytes=shared_memory_bytes,
                 group=group,
@@ -301,10 +285,15 @@ def play(scenario: str, folder: Path, logs: Path, user: User | None) -> None:
             second.wait_until(second.is_up, "up again")
             again = [second.complete(prompt) for prompt in prompts]
             second.wait_until(lambda: second.counted(READ) >= written, "hit after its restart")
+            kvtier = ("python", "-m", "kvtier")
+            status = second.exec(*kvtier, "status")
+            config = small(json.dumps(deployed.pods["vllm"].kv_transfer_config))
+            doctor = second.exec(*kvtier, "doctor", "-", "127.0.0.1:8000", given=config)
             second.end()
     if again != tokens:
         raise Failure(f"{scenario}: other tokens after the restart: {again}, {tokens}")
     print(f"{scenario}: {whole_blocks} blocks stored, {how}, all hit after the restart", flush=True)
+    print(status, doctor, sep="\n", flush=True)
     for path, names in deployed.written().items():
         print(f"  {path}: {', '.join(names)}", flush=True)
 
@@ -331,7 +320,6 @@ def main() -> int:
     given.logs.mkdir(parents=True)
     for scenario in given.scenario or SCENARIOS:
         with tempfile.TemporaryDirectory(prefix=folder_prefix()) as name:
-            Path(name).chmod(0o755)
             try:
                 play(scenario, Path(name), given.logs, user)
             except (Failure, urllib.error.URLError) as failure:

@@ -1,7 +1,7 @@
 """Makes a pod's root on this machine: namespaces, a read-only root, its volumes, user and memory.
 
 What a cluster has and this has not: a seccomp profile, a network of the pod's own, a disk quota
-for ``emptyDir``. ``kubelet``'s part, the modes of volumes, is ``give_volume``.
+for ``emptyDir``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stress.pods.manifests import quantity
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from stress.pods.manifests import Mount, Pod
+    from stress.pods.manifests import Pod
 
 REPOSITORY: Final = Path(__file__).parents[2]
 VENV: Final = "/image/python"
@@ -47,19 +47,10 @@ class User:
     group: int
     fs_group: int
 
-
-def give_volume(folder: Path, mount: Mount, user: User) -> None:
-    """Give a volume the owner and mode that kubelet gives it, for a pod with ``fsGroup``.
-
-    A folder of the host stays as it was made; ``files`` of a Secret get the group.
-    """
-    if "hostPath" in mount.volume:
-        return
-    os.chown(folder, 0, user.fs_group)
-    folder.chmod(0o2777 if "emptyDir" in mount.volume else 0o2775)
-    for each in folder.iterdir() if "secret" in mount.volume else ():
-        os.chown(each, 0, user.fs_group)
-        each.chmod(mount.volume["secret"]["defaultMode"] | 0o440)
+    @classmethod
+    def of(cls, pod: Pod) -> User:
+        """Return those of the manifest."""
+        return cls(pod.user, pod.group, pod.fs_group)
 
 
 def command_in_root(  # noqa: PLR0913 - a pod's parts
@@ -104,15 +95,19 @@ def command_in_root(  # noqa: PLR0913 - a pod's parts
             source = volumes[mount.volume["name"]]
             lines += _bind(source, f"{root}{mount.path}", is_read_only=mount.is_read_only)
     lines.append(f"mount -o remount,ro {root}")
-    inside = [
+    lines.append(f"exec chroot {root} {shlex.join(as_user(user, environment, command))}")
+    options = ["--mount", "--pid", "--ipc", "--fork", "--kill-child"]
+    return ["unshare", *options, "bash", "-c", "\n".join(lines)]
+
+
+def as_user(user: User, environment: Mapping[str, str], command: Sequence[str]) -> list[str]:
+    """Return the command that runs another with these numbers, variables and no right beside."""
+    return [
         *("setpriv", f"--reuid={user.user}", f"--regid={user.group}", f"--groups={user.fs_group}"),
         *("--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", "env", "-i", "--chdir=/"),
         *(f"{name}={value}" for name, value in environment.items()),
         *command,
     ]
-    lines.append(f"exec chroot {root} {shlex.join(inside)}")
-    options = ["--mount", "--pid", "--ipc", "--fork", "--kill-child"]
-    return ["unshare", *options, "bash", "-c", "\n".join(lines)]
 
 
 def image_environment() -> dict[str, str]:

@@ -44,10 +44,15 @@ def shared_memory_bytes(pod: Pod) -> int:
     return pod.shared_memory_bytes - pod.primary_bytes + pod.primary_bytes // SCALE
 
 
+def small(argument: str) -> str:
+    """Return an argument with a 1024th of the sizes in it."""
+    return _SIZE.sub(r'"\1MiB"', argument)
+
+
 def engine_command(command: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """Return what runs for ``vllm serve MODEL ...``: the CPU build lacks the command."""
     assert list(command) == ["vllm", "serve"], command
-    ours = [_SIZE.sub(r'"\1MiB"', each) for each in arguments[1:]]
+    ours = [small(each) for each in arguments[1:]]
     server = [f"{VENV}/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL]
     return [*server, *ours, *OF_A_CPU]
 

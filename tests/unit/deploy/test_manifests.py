@@ -18,6 +18,7 @@ from kvtier.settings.vllm_releases import TESTED
 from kvtier.tools.checking.configuration import check
 from stress.pods import manifests
 from stress.pods.manifests import DEPLOY, SHARED_MEMORY, Pod, quantity
+from tests.support.needs import require
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,6 +133,8 @@ def test_kvtier_finds_nothing_in_the_configuration(
 ) -> None:
     """As the engine would see it, with a folder for each mount and memory for this machine."""
     pod = engine(name)
+    if any(tier["type"] == "mooncake" for tier in tiers_of(pod)):
+        require("mooncake")
     text = json.dumps(pod.kv_transfer_config)
     for mount in pod.mounts:
         folder = tmp_path / mount.path.strip("/")
@@ -212,8 +215,9 @@ def test_memory_holds_what_lies_in_shared_memory(name: str) -> None:
 def test_a_server_has_memory_beyond_its_limit() -> None:
     """For its connections, and for what fragmentation costs."""
     pod = manifests.pods("valkey")["valkey"]
-    maxmemory = quantity(pod.arguments[pod.arguments.index("--maxmemory") + 1])
-    assert pod.memory_limit_bytes >= maxmemory * 5 // 4
+    maxmemory = pod.arguments[pod.arguments.index("--maxmemory") + 1]
+    assert maxmemory.endswith("gb")  # 1024 ** 3 bytes, as Valkey counts
+    assert pod.memory_limit_bytes >= int(maxmemory.removesuffix("gb")) * GIB * 5 // 4
 
 
 @pytest.mark.parametrize("name", ["local-nvme", "kv-events", "shared-folder"])
@@ -330,6 +334,16 @@ def test_events_are_what_a_router_reads() -> None:
         assert all(tier["enable_kv_events"] for tier in tiers_of(pod))
         port = int(events["endpoint"].rpartition(":")[2])
         assert port in {each["containerPort"] for each in pod.container["ports"]}
+
+
+def test_the_page_links_each_manifest() -> None:
+    """Those that it shows are included from the files, which mkdocs checks."""
+    page = (DEPLOY.parent / "how-to/run-on-kubernetes.md").read_text()
+    for path in [
+        *(f"{name}/engine.yaml" for name in SCENARIOS),
+        *(f"helm/{name}.yaml" for name in HELM),
+    ]:
+        assert f"(../deploy/{path})" in page, path
 
 
 def test_the_newest_tested_release_of_vllm_is_deployed() -> None:
