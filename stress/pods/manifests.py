@@ -142,6 +142,11 @@ def pods(scenario: str) -> dict[str, Pod]:
     return found
 
 
+def services(scenario: str) -> list[str]:
+    """Return the names of a scenario's services."""
+    return [each["metadata"]["name"] for each in documents(scenario) if each["kind"] == "Service"]
+
+
 def commands(scenario: str) -> str:
     """Return the commands that the comment at the head of its engine gives, as a script."""
     lines = (DEPLOY / scenario / "engine.yaml").read_text().splitlines()

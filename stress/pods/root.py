@@ -63,11 +63,13 @@ def command_in_root(  # noqa: PLR0913 - a pod's parts
     shared_memory_bytes: int = 0,
     group: Path | None = None,
     model: Path | None = None,
+    hosts: Sequence[str] = (),
     scratch: Path,
 ) -> list[str]:
     """Return the command that runs another as the pod's container.
 
     ``volumes``: folders of this machine by the names of the pod's. ``group``: a control group.
+    ``hosts``: names of services, all of this host.
     ``scratch``: an empty folder, where the root is mounted.
     """
     lines = ["set -e"]
@@ -77,10 +79,14 @@ def command_in_root(  # noqa: PLR0913 - a pod's parts
     lines += ["mount --make-rprivate /", f"mount -t tmpfs -o mode=755 tmpfs {root}"]
     for place, path in OF_THE_IMAGE.items():
         lines += _bind(path, f"{root}{place}", is_read_only=True)
+    venv = OF_THE_IMAGE[VENV]  # its programs, and links to its libraries, have this in them
+    make = f"mkdir -p {root}{venv.parent} && ln -s {VENV} {root}{venv}"
+    lines.append(f"[ -e {root}{venv} ] || {{ {make}; }}")
     lines += [f"cp -d {link} {root}{link}" for link in LINKS if Path(link).is_symlink()]
     lines += [f"mkdir -p {root}/proc {root}/tmp", f"mount -t proc proc {root}/proc"]
     lines.append(f"echo 'root:x:0:0:root:/root:/bin/sh' > {root}/etc/passwd")
-    lines.append(f"echo '127.0.0.1 localhost valkey' > {root}/etc/hosts")
+    names = " ".join(["localhost", *hosts])
+    lines.append(f"echo '127.0.0.1 {names}' > {root}/etc/hosts")
     for name in DEVICES:
         lines += _bind(Path("/dev", name), f"{root}/dev/{name}", is_read_only=False)
     if model is not None:

@@ -7,17 +7,22 @@ arguments, environment, mounts, modes, user and groups, is as the manifest has i
 from __future__ import annotations
 
 import re
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from stress.engine.vllm_server import BLOCK_TOKENS, MODEL_TOKENS_MAX
-from stress.pods.root import VENV
+from kvtier.tools.demo.tiers import packaged_valkey
+from stress.pods.root import VENV, path_in_image
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from stress.pods.manifests import Pod
 
 MODEL: Final = "/model"
+BLOCK_TOKENS: Final = 32  #: the CPU attention backend wants a multiple of 32
+MODEL_TOKENS_MAX: Final = 1024
 SCALE: Final = 1024
 PROCESSES_BYTES: Final = 5 << 30
 """What an engine's processes have beside ``/dev/shm``, in place of the manifest's: they are less
@@ -37,6 +42,7 @@ ENVIRONMENT_OF_A_CPU: Final = {
 }
 
 _SIZE: Final = re.compile(r'"(\d+)GiB"')
+_SERVERS_SIZE: Final = re.compile(r"\b(\d+)g(b)$", re.IGNORECASE)
 
 
 def shared_memory_bytes(pod: Pod) -> int:
@@ -57,7 +63,22 @@ def engine_command(command: Sequence[str], arguments: Sequence[str]) -> list[str
     return [*server, *ours, *OF_A_CPU]
 
 
-def server_command(command: Sequence[str], arguments: Sequence[str], program: str) -> list[str]:
-    """Return what runs for a cache server's: ``program``, with a 1024th of its memory."""
-    assert list(command) == ["valkey-server"], command
-    return [program, *(re.sub(r"^(\d+)gb$", r"\1mb", each) for each in arguments)]
+def server_command(pod: Pod) -> list[str]:
+    """Return what runs for a pod of a server: a package's program, with a 1024th of the memory."""
+    (name,) = pod.container["command"]
+    arguments = (_SERVERS_SIZE.sub(r"\1m\2", each) for each in pod.arguments)
+    return [_program(name), *(each.replace("$(POD_IP)", "127.0.0.1") for each in arguments)]
+
+
+def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an image's environment with the libraries of Mooncake's package, if it is there."""
+    libraries = environment["LD_LIBRARY_PATH"]
+    if find_spec("mooncake") is not None:
+        libraries += f":{path_in_image(Path(str(resources.files('mooncake'))))}"
+    return {**environment, "LD_LIBRARY_PATH": libraries}
+
+
+def _program(name: str) -> str:
+    found = packaged_valkey() if name == "valkey-server" else resources.files("mooncake") / name
+    assert found, f"no package has {name}"
+    return path_in_image(Path(str(found)))
