@@ -5,8 +5,9 @@
 
 Needs root, vLLM for the CPU, and no network. Each engine has the arguments, environment, mounts,
 user, groups, read-only root and memory limit of its manifest; ``substitutions`` lists all that
-differs. Prints what each has written where. Exits with 1 if one does not start, writes to its
-image, is not ready to end within its grace period, or hits nothing after its restart.
+differs. Prints what ``kvtier status`` and ``kvtier doctor`` say in the pod, and what the engines
+have written where; their logs are in ``build/pods``. Exits with 1 if one does not start, does not
+end in order within its grace period, or hits nothing after its restart.
 """
 
 from __future__ import annotations
