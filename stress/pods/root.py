@@ -78,6 +78,8 @@ def command_in_root(  # noqa: PLR0913 - a pod's parts
     root = scratch.resolve()
     lines += ["mount --make-rprivate /", f"mount -t tmpfs -o mode=755 tmpfs {root}"]
     for place, path in OF_THE_IMAGE.items():
+        if not path.exists():  # a bare machine's /etc/ssl
+            continue
         lines += _bind(path, f"{root}{place}", is_read_only=True)
     venv = OF_THE_IMAGE[VENV]  # its programs, and links to its libraries, have this in them
     make = f"mkdir -p {root}{venv.parent} && ln -s {VENV} {root}{venv}"
