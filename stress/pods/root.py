@@ -11,12 +11,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from stress.limits import PATIENCE_S
 from stress.pods.manifests import quantity
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ OF_THE_IMAGE: Final = {
 }
 """What the image has, and what stands for it here: Debian's packages, Python, vLLM and kvtier."""
 
+POLL_S: Final = 0.1
 LINKS: Final = ("/bin", "/sbin", "/lib", "/lib64")
 DEVICES: Final = ("null", "zero", "full", "random", "urandom")
 
@@ -159,10 +162,21 @@ def memory_group(limit_bytes: int) -> Iterator[Path | None]:
         try:
             yield folder
         finally:
-            with suppress(OSError):
-                folder.rmdir()
+            _remove(folder)
         return
     yield None
+
+
+def _remove(group: Path) -> None:
+    """Remove a control group, once the processes that were killed in it have ended."""
+    until_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until_s:
+        try:
+            group.rmdir()
+        except OSError:
+            time.sleep(POLL_S)
+        else:
+            return
 
 
 def why_not_here() -> str:
