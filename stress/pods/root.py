@@ -84,9 +84,6 @@ def command_in_root(  # noqa: PLR0913 - a pod's parts
         if not path.exists():  # a bare machine's /etc/ssl
             continue
         lines += _bind(path, f"{root}{place}", is_read_only=True)
-    venv = OF_THE_IMAGE[VENV]  # its programs, and links to its libraries, have this in them
-    make = f"mkdir -p {root}{venv.parent} && ln -s {VENV} {root}{venv}"
-    lines.append(f"[ -e {root}{venv} ] || {{ {make}; }}")
     lines += [f"cp -d {link} {root}{link}" for link in LINKS if Path(link).is_symlink()]
     lines += [f"mkdir -p {root}/proc {root}/tmp", f"mount -t proc proc {root}/proc"]
     lines.append(f"echo 'root:x:0:0:root:/root:/bin/sh' > {root}/etc/passwd")
@@ -105,6 +102,10 @@ def command_in_root(  # noqa: PLR0913 - a pod's parts
         else:
             source = volumes[mount.volume["name"]]
             lines += _bind(source, f"{root}{mount.path}", is_read_only=mount.is_read_only)
+    # Its programs, and links to its libraries, have this in them. It may lie in a volume's /tmp.
+    venv = OF_THE_IMAGE[VENV]
+    make = f"mkdir -p {root}{venv.parent} && ln -sn {VENV} {root}{venv}"
+    lines.append(f"[ -e {root}{venv} ] || [ -L {root}{venv} ] || {{ {make}; }}")
     lines.append(f"mount -o remount,ro {root}")
     lines.append(f"exec chroot {root} {shlex.join(as_user(user, environment, command))}")
     options = ["--mount", "--pid", "--ipc", "--fork", "--kill-child"]
