@@ -1,13 +1,14 @@
 """Runs the manifests' engines on this machine: each finds its blocks after a restart.
 
-    python -m stress.pods                          # all that need no cluster (five minutes)
+    python -m stress.pods                          # all of them (ten minutes)
     python -m stress.pods local-nvme --user 1000680000:0   # as a random user of OpenShift's
 
 Needs root, vLLM for the CPU, and no network. Each engine has the arguments, environment, mounts,
 user, groups, read-only root and memory limit of its manifest; ``substitutions`` lists all that
 differs. Prints what ``kvtier status`` and ``kvtier doctor`` say in the pod, and what the engines
 have written where; their logs are in ``build/pods``. Exits with 1 if one does not start, does not
-end in order within its grace period, or hits nothing after its restart.
+end in order within its grace period, hits nothing after its restart, or does not announce its
+tier's blocks where its manifest says that it publishes KV events.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from stress.engine.vllm_server import make_model
 from stress.failure import Failure
 from stress.limits import PATIENCE_S
 from stress.pods import manifests
+from stress.pods.bucket import bucket_for
+from stress.pods.kv_events import subscriber
 from stress.pods.root import (
     User,
     as_user,
@@ -49,6 +52,7 @@ from stress.pods.substitutions import (
     PROCESSES_BYTES,
     engine_command,
     server_command,
+    server_environment,
     shared_memory_bytes,
 )
 from stress.pods.volumes import make_volumes, make_what_comments_say
@@ -57,9 +61,10 @@ from stress.supervisor import folder_prefix, supervised
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from stress.pods.bucket import BucketAccess
+    from stress.pods.kv_events import Subscriber
     from stress.pods.manifests import Pod
 
-SCENARIOS: Final = ("local-nvme", "host-path", "shared-folder", "valkey")
 SHOWN_MAX: Final = 20
 _LONG_NAME: Final = re.compile(r"[0-9a-f-]{12,}")
 NAMESPACE: Final = "KVTIER_PODS_NETWORK"  #: set in the process that has a network of its own
@@ -174,13 +179,16 @@ class Running:
 class Deployed:
     """A scenario's pods, and the folders that stand for the cluster's volumes."""
 
-    def __init__(self, scenario: str, folder: Path, logs: Path, user: User | None) -> None:
+    def __init__(
+        self, scenario: str, folder: Path, logs: Path, user: User | None, bucket: BucketAccess
+    ) -> None:
         self._logs = logs
+        self._s3_endpoint = bucket.endpoint
         self.pods = manifests.pods(scenario)
         self._scenario = scenario
         self._folder = folder
         self._user = user
-        make_what_comments_say(scenario, folder)
+        make_what_comments_say(scenario, folder, bucket.files)
         self._volumes = {
             pod.name: make_volumes(pod, folder, self.user_of(pod)) for pod in self.pods.values()
         }
@@ -193,7 +201,7 @@ class Deployed:
     def engine(self, model: Path) -> Iterator[Running]:
         """Run the engine's pod until the end of the block."""
         pod = self.pods["vllm"]
-        command = engine_command(pod.container["command"], pod.arguments)
+        command = engine_command(pod.container["command"], pod.arguments, self._s3_endpoint)
         shared = shared_memory_bytes(pod)
         with memory_group(shared + PROCESSES_BYTES) as group:
             if group is None:
@@ -203,10 +211,15 @@ class Deployed:
                 yield Running(pod, self.user_of(pod), process, self._log(pod))
 
     @contextmanager
-    def valkey(self) -> Iterator[None]:
-        """Run the server's pod until the end of the block."""
-        pod = self.pods["valkey"]
-        with self._run(pod, server_command(pod), pod.environment, 0, None, None):
+    def servers(self) -> Iterator[None]:
+        """Run the pods beside the engine until the end of the block; they may listen later."""
+        with ExitStack() as stack:
+            for pod in self.pods.values():
+                if pod.name == "vllm":
+                    continue
+                environment = {**server_environment(image_environment()), **pod.environment}
+                running = self._run(pod, server_command(pod), environment, 0, None, None)
+                stack.enter_context(running)
             yield
 
     def written(self) -> dict[str, list[str]]:
@@ -256,9 +269,16 @@ class Deployed:
                 process.wait()
 
 
+def wait_for_announced(router: Subscriber | None, engine: Running, blocks: int) -> set[object]:
+    """Return the hashes of an engine's blocks, once its KV events have named so many."""
+    if router is None:
+        return set()
+    engine.wait_until(lambda: len(router.stored()) >= blocks, "announced by KV events")
+    return router.stored()
+
+
 def play(scenario: str, folder: Path, logs: Path, user: User | None) -> None:
     """Store with one engine, and hit with the next. Raises ``Failure``."""
-    deployed = Deployed(scenario, folder, logs, user)
     choose = random.Random(scenario)
     prompts = [[choose.randrange(3, 512) for _ in range(count)] for count in PROMPT_TOKENS]
     whole_blocks = sum(count // BLOCK_TOKENS for count in PROMPT_TOKENS)
@@ -267,9 +287,11 @@ def play(scenario: str, folder: Path, logs: Path, user: User | None) -> None:
     for file in make_model(model, seed=7).iterdir():
         file.chmod(0o644)  # weights are saved for their user alone
     with ExitStack() as stack:
-        if "valkey" in deployed.pods:
-            stack.enter_context(deployed.valkey())
-        with deployed.engine(model) as first:
+        bucket = stack.enter_context(bucket_for(scenario, folder))
+        deployed = Deployed(scenario, folder, logs, user, bucket)
+        stack.enter_context(deployed.servers())
+        pod = deployed.pods["vllm"]
+        with subscriber(pod) as router, deployed.engine(model) as first:
             first.wait_until(first.is_up, "up")
             tokens = [first.complete(prompt) for prompt in prompts]
             first.wait_until(lambda: first.counted(STORED) > 0, "stored in memory")
@@ -277,18 +299,24 @@ def play(scenario: str, folder: Path, logs: Path, user: User | None) -> None:
                 lambda: first.counted(WRITTEN) == first.counted(STORED), "stored in its tier"
             )
             written = first.counted(WRITTEN)
+            announced = wait_for_announced(router, first, whole_blocks)
             how = first.end()
-        with deployed.engine(model) as second:
+        with subscriber(pod) as router, deployed.engine(model) as second:
             second.wait_until(second.is_up, "up again")
             again = [second.complete(prompt) for prompt in prompts]
             second.wait_until(lambda: second.counted(READ) >= written, "hit after its restart")
+            announced_again = wait_for_announced(router, second, whole_blocks)
             kvtier = ("python", "-m", "kvtier")
             status = second.exec(*kvtier, "status")
             doctor = second.exec(*kvtier, "doctor", "127.0.0.1:8000")
             second.end()
     if again != tokens:
         raise Failure(f"{scenario}: other tokens after the restart: {again}, {tokens}")
+    if announced_again != announced:
+        raise Failure(f"{scenario}: other KV events after the restart")
     print(f"{scenario}: {whole_blocks} blocks stored, {how}, all hit after the restart", flush=True)
+    if router is not None:
+        print(f"  KV events of {len(announced)} blocks on {router.topic}, by both", flush=True)
     print(status, doctor, sep="\n", flush=True)
     for path, names in deployed.written().items():
         print(f"  {path}: {', '.join(names)}", flush=True)
@@ -296,8 +324,9 @@ def play(scenario: str, folder: Path, logs: Path, user: User | None) -> None:
 
 def main() -> int:
     """Play the scenarios, in a network of their own: the manifests name ports."""
+    scenarios = manifests.scenarios()
     parser = argparse.ArgumentParser("python -m stress.pods", description=__doc__)
-    parser.add_argument("scenario", nargs="*", help=f"of {', '.join(SCENARIOS)}; all by default")
+    parser.add_argument("scenario", nargs="*", help=f"of {', '.join(scenarios)}; all by default")
     parser.add_argument("--user", metavar="UID:GID", help="in place of the manifest's")
     parser.add_argument("--logs", type=Path, default=Path("build/pods"))
     given = parser.parse_args()
@@ -314,7 +343,7 @@ def main() -> int:
     failed = 0
     shutil.rmtree(given.logs, ignore_errors=True)
     given.logs.mkdir(parents=True)
-    for scenario in given.scenario or SCENARIOS:
+    for scenario in given.scenario or scenarios:
         with tempfile.TemporaryDirectory(prefix=folder_prefix()) as name:
             try:
                 play(scenario, Path(name), given.logs, user)

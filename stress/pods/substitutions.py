@@ -1,7 +1,8 @@
 """All in which a pod that is run here differs from the one in a cluster.
 
-The device is a CPU, the model is a tiny one of random weights, and sizes are a 1024th: all else,
-arguments, environment, mounts, modes, user and groups, is as the manifest has it.
+The device is a CPU, the model is a tiny one of random weights, and sizes are a 1024th. All pods
+have one address, so that one pod of each owner runs, and the bucket is on a server of this machine.
+All else, arguments, environment, mounts, modes, user and groups, is as the manifest has it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from stress.pods.manifests import Pod
 
+ADDRESS: Final = "127.0.0.1"  #: of every pod
 MODEL: Final = "/model"
 BLOCK_TOKENS: Final = 32  #: the CPU attention backend wants a multiple of 32
 MODEL_TOKENS_MAX: Final = 1024
@@ -41,6 +43,7 @@ ENVIRONMENT_OF_A_CPU: Final = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+_S3: Final = '"type": "s3",'
 _SIZE: Final = re.compile(r'"(\d+)GiB"')
 _SERVERS_SIZE: Final = re.compile(r"\b(\d+)g(b)$", re.IGNORECASE)
 
@@ -55,10 +58,21 @@ def small(argument: str) -> str:
     return _SIZE.sub(r'"\1MiB"', argument)
 
 
-def engine_command(command: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """Return what runs for ``vllm serve MODEL ...``: the CPU build lacks the command."""
+def addressed(argument: str) -> str:
+    """Return an argument with the pod's address in it, as kubelet puts it there."""
+    return argument.replace("$(POD_IP)", ADDRESS)
+
+
+def engine_command(
+    command: Sequence[str], arguments: Sequence[str], s3_endpoint: str = ""
+) -> list[str]:
+    """Return what runs for ``vllm serve MODEL ...``: the CPU build lacks the command.
+
+    ``s3_endpoint``: the server that has the bucket, in place of AWS's.
+    """
     assert list(command) == ["vllm", "serve"], command
-    ours = [small(each) for each in arguments[1:]]
+    s3 = f'{_S3} "endpoint": "{s3_endpoint}", "allow_http": true,'
+    ours = [addressed(small(each)).replace(_S3, s3) for each in arguments[1:]]
     server = [f"{VENV}/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL]
     return [*server, *ours, *OF_A_CPU]
 
@@ -67,7 +81,7 @@ def server_command(pod: Pod) -> list[str]:
     """Return what runs for a pod of a server: a package's program, with a 1024th of the memory."""
     (name,) = pod.container["command"]
     arguments = (_SERVERS_SIZE.sub(r"\1m\2", each) for each in pod.arguments)
-    return [_program(name), *(each.replace("$(POD_IP)", "127.0.0.1") for each in arguments)]
+    return [_program(name), *map(addressed, arguments)]
 
 
 def server_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from stress.pods import manifests
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from stress.pods.manifests import Mount, Pod
@@ -34,9 +36,16 @@ docker() { :; }
 """In place of the commands that the manifests' comments name."""
 
 
-def make_what_comments_say(scenario: str, folder: Path) -> None:
-    """Run the commands at the head of a manifest, with files in ``folder`` for the cluster's."""
+def make_what_comments_say(
+    scenario: str, folder: Path, files: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Run the commands at the head of a manifest, with files in ``folder`` for the cluster's.
+
+    ``files``: texts of the files that the commands make Secrets from, by name.
+    """
     (folder / FILES).mkdir()
+    for name, text in files.items():
+        (folder / FILES / name).write_text(text)
     names = {name.upper(): str(folder / name) for name in (SECRETS, HOST, FILES)}
     subprocess.run(
         ["bash", "-euc", _KUBECTL + manifests.commands(scenario)],

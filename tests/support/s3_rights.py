@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
+import sys
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -16,7 +18,6 @@ from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, client_for, 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from tests.support.ceph_server import CephServer
     from tests.support.s3_server import MotoServer
@@ -168,3 +169,10 @@ def bucket_on(server: str, folder: Path) -> Iterator[Bucket]:
             yield _Moto(running.enter_context(moto_server()))
         else:
             yield _Misbehaving(*running.enter_context(fault_server()))
+
+
+def main(job: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Be a bucket beside a soak: give its address and keys, and run until stdin ends."""
+    with bucket_on(job["server"], Path(job["folder"])) as bucket:
+        yield {"endpoint": bucket.endpoint, **bucket.keys._asdict()}
+        sys.stdin.read()
