@@ -157,8 +157,8 @@ class Running:
     @property
     def _pid(self) -> int:
         """The number of the process that is the first in the pod."""
-        process = self._process.pid
-        return int(Path(f"/proc/{process}/task/{process}/children").read_text().split()[0])
+        (first,) = children_of(self._process)
+        return first
 
     def end(self) -> str:
         """End it as kubelet does behind ``preStop``; returns what it says of its blocks."""
@@ -174,6 +174,15 @@ class Running:
         if not said or "lost_blocks=0" not in said[-1]:
             raise Failure(f"it has not closed its tiers in order: {said}")
         return f"ended in {took_s:.0f} s"
+
+
+def children_of(unshare: subprocess.Popen[bytes]) -> list[int]:
+    """Return the first process of a pod; none before it begins, or once it has ended."""
+    try:
+        text = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text()
+    except FileNotFoundError:
+        return []
+    return [*map(int, text.split())]
 
 
 class Deployed:
@@ -265,7 +274,11 @@ class Deployed:
             try:
                 yield process
             finally:
-                process.kill()  # and with it all that runs in its namespace
+                # And with it all that runs in its namespace. unshare's --kill-child does not do it:
+                # the kernel forgets that when setpriv changes the user.
+                for first in children_of(process):
+                    os.kill(first, signal.SIGKILL)
+                process.kill()
                 process.wait()
 
 
