@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from cyclopts.completion.detect import ShellDetectionError, detect_shell
-
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,9 +61,11 @@ def _script(app: App, shell: Shell) -> str:
 
 def _running() -> Shell:
     """Return the shell that runs the command. Raises ``ConfigError``."""
+    from cyclopts.completion import detect  # noqa: PLC0415 - no other command needs it
+
     try:
-        found = detect_shell()
-    except ShellDetectionError:
+        found = detect.detect_shell()
+    except detect.ShellDetectionError:
         found = None
     if found is None or found == "powershell":
         raise ConfigError("The shell is not known. Name it: bash, zsh or fish.")
