@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any, Self
 
-LAYOUT_OF_KVTIER: Final = f"kvtier-fs {FORMAT_VERSION}"
+LAYOUT_OF_KVTIER: Final = f"{FORMAT} {FORMAT_VERSION}"
 LAYOUT_OF_VLLM: Final = "vLLM's own"
 _ROOT_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
