@@ -16,6 +16,7 @@ from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier.plugin_api.offline import NamespaceBlocks
 from kvtier_backends.redis.client import RedisClient, ServerRefused
 from kvtier_backends.redis.redis_options import SCHEMES, read_options
+from kvtier_backends.redis.server_errors import MAY_NOT
 from kvtier_backends.redis.servers import discover
 from kvtier_backends.shared.namespaces import (
     DESCRIPTION_BYTES_MAX,
@@ -36,7 +37,6 @@ NAMES_AT_ONCE: Final = 512
 NAMES_AT_ONCE_UNREAD: Final = 4096
 """Where few of them are of interest: a server looks at so many in about a millisecond."""
 
-MAY_NOT: Final = "NoPermissionError"
 DESCRIPTION: Final = b"description"
 _HEX: Final = re.compile(rb"(?:[0-9a-f]{2})+")
 

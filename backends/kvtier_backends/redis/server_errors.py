@@ -82,10 +82,11 @@ SERVER_ERRORS: Final[dict[str, ServerError]] = {
     "TRYAGAIN": ServerError(Meaning.ABSENT),
 }
 
+MAY_NOT: Final = "NoPermissionError"
 _CLASSES: Final = {
     "OutOfMemoryError": "OOM",
     "ReadOnlyError": "READONLY",
-    "NoPermissionError": "NOPERM",
+    MAY_NOT: "NOPERM",
     "BusyLoadingError": "LOADING",
 }
 """The client library's error classes whose text lacks the word."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import StoreFault
 from kvtier_backends.redis.client import ServerRefused
-from kvtier_backends.redis.server_errors import error_named
+from kvtier_backends.redis.server_errors import MAY_NOT, error_named
 from kvtier_backends.redis.servers import discover
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class _Trial:
 
     def _remedy(self, problem: StoreFault) -> str:
         kind = _kind_of(problem)
-        if kind == "NoPermissionError":
+        if kind == MAY_NOT:
             more = " +cluster|slots +asking" if self._given.mode == "cluster" else ""
             user = self._given.username or "default"
             rights = _RIGHTS_OF_READERS if self._read_only else _RIGHTS
