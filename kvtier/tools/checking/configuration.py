@@ -34,6 +34,7 @@ from kvtier.tools.checking.engine_arguments import (
     block_size_of,
 )
 from kvtier.tools.checking.findings import Findings
+from kvtier.tools.checking.places import doubts_of_place
 from kvtier.tools.checking.rules import NAMELESS_WEIGHTS
 from kvtier.tools.checking.tiers import LOOK_S_MAX, check_tiers
 from kvtier.tools.sizing.model_config import folder_in_cache
@@ -75,7 +76,7 @@ def check(
     connect: bool = False,
     wait_s: float | None = None,
     root: Path = ROOT,
-    look_at_place: LookAtPlace | None = None,
+    look_at_place: LookAtPlace = doubts_of_place,
 ) -> Checked:
     """Look at a KV transfer configuration, or at its ``kv_connector_extra_config`` alone.
 
@@ -108,8 +109,9 @@ def check(
         _check_spec(sound, findings)
         tiers = _read_whole(sound, engine.dp_rank, findings)
         nameless = [] if sound.get("weights_version") else tiers
-    look = {} if look_at_place is None else {"look_at_place": look_at_place}
-    check_tiers(tiers, block.certain, findings, connect=connect, wait_s=wait_s, **look)
+    check_tiers(
+        tiers, block.certain, findings, connect=connect, wait_s=wait_s, look_at_place=look_at_place
+    )
     _check_weights(nameless, engine, findings, answers=answers, wait_s=wait_s)
     return Checked(findings, extra, tiers, block, model_answers=answers)
 

@@ -19,12 +19,15 @@ from kvtier_backends.posix import filesystem_of, nearest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from kvtier.settings.runtime_config import TierConfig
+
 CAPACITY: Final = "capacity_bytes"
 ROOT: Final = "/"
 
 
-def doubts_of_place(options: Mapping[str, object], place: str) -> Iterator[Finding]:
-    """Yield what people should know of a folder. May hang."""
+def doubts_of_place(config: TierConfig, place: str) -> Iterator[Finding]:
+    """Yield what people should know of a tier's folder. May hang."""
+    options = config.options
     key = next((key for key in options if _is_path(options, key, place)), None)
     above = nearest(place)[0]
     usage = os.statvfs(above)

@@ -29,7 +29,7 @@ from kvtier.tools.checking.places import doubts_of_place
 from kvtier.tools.terminal import progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvtier.plugin_api.backend import Backend
     from kvtier.settings.runtime_config import TierConfig
@@ -42,10 +42,6 @@ INTERRUPTED_S_MAX: Final = 0.5
 """After Ctrl-C: so long a trial may take to remove what it has stored."""
 
 
-def _doubts_of_place(config: TierConfig, place: str) -> Iterator[Finding]:
-    return doubts_of_place(config.options, place)
-
-
 def check_tiers(
     configs: Sequence[TierConfig],
     block_bytes: int,
@@ -53,7 +49,7 @@ def check_tiers(
     *,
     connect: bool,
     wait_s: float | None = None,
-    look_at_place: LookAtPlace = _doubts_of_place,
+    look_at_place: LookAtPlace = doubts_of_place,
 ) -> None:
     """Look at the tiers that could be read. None has another's place.
 

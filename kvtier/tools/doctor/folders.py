@@ -77,7 +77,7 @@ VLLM: Final = "vllm"
 
 def look_at_folder(config: TierConfig, place: str, machine: Machine) -> Iterator[Finding]:
     """Yield what is odd about a tier's folder. May hang."""
-    doubts = list(doubts_of_place(config.options, place))
+    doubts = list(doubts_of_place(config, place))
     yield from doubts
     try:
         above, found = nearest(place)
