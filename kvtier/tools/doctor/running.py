@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.core import metrics
-from kvtier.settings.vllm_releases import TESTED, is_tested
 from kvtier.tools.checking.rules import (
     ENGINES_APART,
     EVICTED_UNREAD,
@@ -19,8 +18,8 @@ from kvtier.tools.checking.rules import (
     TIER_NOT_IN_USE,
     TOO_SMALL,
     UNAUTHENTICATED,
-    VLLM_UNTESTED,
 )
+from kvtier.tools.doctor.settings import note_if_untested
 from kvtier.tools.watching.readings import (
     FAULTS,
     IN_USE,
@@ -99,13 +98,7 @@ def read_running(urls: Sequence[str], wait_s: float, findings: Findings) -> list
 def look_at_engine(engine: RunningEngine, findings: Findings) -> None:
     """Note what is wrong with one engine."""
     release = engine.reading.vllm
-    if not is_tested(release):
-        findings.add(
-            VLLM_UNTESTED,
-            f"{engine.name}: it runs vLLM {release}, and kvtier is tested with "
-            f"{' and '.join(TESTED)}.",
-            "Install one of these, or a kvtier that knows this release.",
-        )
+    note_if_untested(release, f"{engine.name}: it runs vLLM {release}", findings)
     if engine.cache_config.get("enable_prefix_caching") == "False":
         findings.add(
             PREFIX_CACHING_OFF,

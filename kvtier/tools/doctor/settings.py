@@ -52,11 +52,16 @@ def look_at_settings(subject: Subject, findings: Findings) -> None:
         _admission(subject, tier, findings)
     _events(subject, findings)
     vllm = subject.machine.vllm
-    if vllm is not None and not is_tested(vllm.version):
+    if vllm is not None:
+        note_if_untested(vllm.version, f"{vllm.package} {vllm.version} is installed", findings)
+
+
+def note_if_untested(version: str, about: str, findings: Findings) -> None:
+    """Note a release of vLLM that kvtier is not tested with. ``about``: where it is, a clause."""
+    if not is_tested(version):
         findings.add(
             VLLM_UNTESTED,
-            f"{vllm.package} {vllm.version} is installed, and kvtier is tested with "
-            f"{' and '.join(TESTED)}.",
+            f"{about}, and kvtier is tested with {' and '.join(TESTED)}.",
             "Install one of these, or a kvtier that knows this release.",
         )
 
