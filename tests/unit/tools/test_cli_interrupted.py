@@ -26,6 +26,7 @@ import pytest
 
 from kvtier.tools.cli.exit_status import INTERRUPTED, TERMINATED
 from kvtier.tools.cli.main import COMMANDS
+from kvtier_backends.posix import process_stat
 from tests.support.other_processes import state_of
 from tests.support.patience import PATIENCE_S, until
 from tests.support.redis_servers import running
@@ -40,6 +41,7 @@ BLOCKS = 12
 FOR_EVER = "1000000"
 REQUESTS = 50_000
 CAPACITIES = ",".join(map(str, range(1, 101)))
+MODEL = ("--layers", "2", "--kv-heads", "2", "--head-dim", "64")
 
 PROGRAM = """
 import os, sys, time
@@ -311,14 +313,12 @@ def report_of_a_pipe(place: Place) -> Work:
 @work
 def size_of_a_pipe(place: Place) -> Work:
     path, is_read = place.pipe()
-    model = ("--layers", "2", "--kv-heads", "2", "--head-dim", "64")
-    return Work(["size", *model, "--trace", path], is_at_work=is_read)
+    return Work(["size", *MODEL, "--trace", path], is_at_work=is_read)
 
 
 @work
 def size_that_replays(place: Place) -> Work:
-    model = ("--layers", "2", "--kv-heads", "2", "--head-dim", "64")
-    arguments = ["size", *model, "--trace", place.long_trace()]
+    arguments = ["size", *MODEL, "--trace", place.long_trace()]
     return Work([*arguments, "--capacities", CAPACITIES], shows="replaying", is_busy=True)
 
 
@@ -393,19 +393,16 @@ class Interrupted:
         self.status = process.returncode
         self.said = self.shown + ((out or b"") + (err or b"")).decode()
         self.new = [path for path in sorted(folder.rglob("*")) if path not in before]
-        self.left_running = [
-            int(each.name)
-            for each in Path("/proc").iterdir()
-            if each.name.isdecimal() and _is_of(each, process.pid)
-        ]
+        numbers = [each.name for each in Path("/proc").iterdir() if each.name.isdecimal()]
+        self.left_running = [pid for pid in map(int, numbers) if _is_of(pid, process.pid)]
 
 
-def _is_of(process: Path, session: int) -> bool:
+def _is_of(pid: int, session: int) -> bool:
     try:
-        fields = (process / "stat").read_text().rpartition(")")[2].split()
+        fields = process_stat(pid)
     except OSError:
         return False
-    return int(fields[3]) == session and fields[0] != "Z"
+    return int(fields[3]) == session and fields[0] != b"Z"
 
 
 @pytest.fixture
