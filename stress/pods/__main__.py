@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from stress.control_group import memory_group
 from stress.engine.vllm_server import make_model
 from stress.failure import Failure
 from stress.limits import PATIENCE_S
@@ -43,7 +44,6 @@ from stress.pods.root import (
     as_user,
     command_in_root,
     image_environment,
-    memory_group,
     why_not_here,
 )
 from stress.pods.substitutions import (

@@ -11,18 +11,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
-import uuid
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from stress.limits import PATIENCE_S
 from stress.pods.manifests import quantity
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from stress.pods.manifests import Pod
 
@@ -37,7 +33,6 @@ OF_THE_IMAGE: Final = {
 }
 """What the image has, and what stands for it here: Debian's packages, Python, vLLM and kvtier."""
 
-POLL_S: Final = 0.1
 LINKS: Final = ("/bin", "/sbin", "/lib", "/lib64")
 DEVICES: Final = ("null", "zero", "full", "random", "urandom")
 
@@ -143,41 +138,6 @@ def _bind(source: Path, target: str, *, is_read_only: bool) -> list[str]:
         make = f"mkdir -p {shlex.quote(os.path.dirname(target))}; touch {where}"  # noqa: PTH120
     lines = [make, f"mount --rbind {what} {where}"]
     return [*lines, f"mount -o remount,bind,ro {where}"] if is_read_only else lines
-
-
-@contextmanager
-def memory_group(limit_bytes: int) -> Iterator[Path | None]:
-    """Make a control group with this limit; None where this machine does not let one be made."""
-    for mount, limit in (
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-        ("/sys/fs/cgroup", "memory.max"),
-    ):
-        folder = Path(mount) / f"kvtier-pod-{uuid.uuid4()}"
-        try:
-            folder.mkdir()
-            (folder / limit).write_text(str(limit_bytes))
-        except OSError:
-            with suppress(OSError):
-                folder.rmdir()
-            continue
-        try:
-            yield folder
-        finally:
-            _remove(folder)
-        return
-    yield None
-
-
-def _remove(group: Path) -> None:
-    """Remove a control group, once the processes that were killed in it have ended."""
-    until_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < until_s:
-        try:
-            group.rmdir()
-        except OSError:
-            time.sleep(POLL_S)
-        else:
-            return
 
 
 def why_not_here() -> str:

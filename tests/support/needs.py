@@ -12,20 +12,18 @@ import os
 import shutil
 import subprocess
 import sys
-import uuid
-from contextlib import contextmanager, suppress
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from requirements.debian import packages
 from requirements.libraries import NEEDED, missing
+from stress.control_group import memory_group
 from stress.filesystem.fuse_folder import why_no_fuse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 ROOT: Final = "run as root"
 PRIVILEGED: Final = "run as root; in a container, with the capability SYS_ADMIN"
@@ -100,34 +98,8 @@ def _namespaces() -> str:
 
 
 def _groups() -> str:
-    with control_group() as folder:
+    with memory_group(GROUP_LIMIT_BYTES) as folder:
         return "" if folder else f"{ROOT}, where /sys/fs/cgroup is writable"
-
-
-@contextmanager
-def control_group(limit_bytes: int = GROUP_LIMIT_BYTES) -> Iterator[Path | None]:
-    """Make a control group with a limit of memory, or yield None."""
-    for mount, limit in (
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-        ("/sys/fs/cgroup", "memory.max"),
-    ):
-        folder = Path(mount) / f"kvtier-test-{uuid.uuid4()}"
-        try:
-            folder.mkdir()
-        except OSError:
-            continue
-        try:
-            (folder / limit).write_text(str(limit_bytes))
-        except OSError:
-            folder.rmdir()
-            continue
-        try:
-            yield folder
-        finally:
-            with suppress(OSError):
-                folder.rmdir()
-        return
-    yield None
 
 
 NEEDS: Final[dict[str, tuple[str, Callable[[], str]]]] = {

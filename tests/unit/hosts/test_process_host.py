@@ -29,8 +29,9 @@ from kvtier.hosts.thread_host import TierThread
 from kvtier.plugin_api.backend import BackendContext, Namespace, Outcome
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.runtime_config import TierConfig
+from stress.control_group import memory_group
 from tests.support.mailboxes import KeptMessages
-from tests.support.needs import control_group, needs
+from tests.support.needs import needs
 from tests.support.other_processes import is_running, state_of
 from tests.support.patience import PATIENCE_S, looks, until
 
@@ -295,7 +296,7 @@ def test_a_process_that_runs_out_of_memory_is_followed_by_another(benches: list[
     benches.append(bench)
     bench.fill()
     first = bench.pid
-    with control_group(limit_bytes=1) as folder:
+    with memory_group(limit_bytes=1) as folder:
         assert folder is not None
         (folder / "cgroup.procs").write_text(str(first))
         broke: Any = None

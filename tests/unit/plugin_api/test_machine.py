@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, strategies
 
 from kvtier.plugin_api.machine import free_memory_bytes, machine_memory_bytes
-from tests.support.needs import GROUP_LIMIT_BYTES, control_group, needs
+from stress.control_group import memory_group
+from tests.support.needs import GROUP_LIMIT_BYTES, needs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -154,7 +155,7 @@ print(machine_memory_bytes(), free_memory_bytes())
 
 @needs("control group")
 def test_a_real_group_s_limit_is_found() -> None:
-    with control_group() as folder:
+    with memory_group(GROUP_LIMIT_BYTES) as folder:
         run = subprocess.run(
             [sys.executable, "-c", IN_A_GROUP, str(folder)],
             capture_output=True,
