@@ -36,6 +36,7 @@ from stress.control_group import memory_group
 from stress.engine.vllm_server import make_model
 from stress.failure import Failure
 from stress.limits import PATIENCE_S
+from stress.own_network import enter_own_network
 from stress.pods import manifests
 from stress.pods.bucket import bucket_for
 from stress.pods.kv_events import subscriber
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
 
 SHOWN_MAX: Final = 20
 _LONG_NAME: Final = re.compile(r"[0-9a-f-]{12,}")
-NAMESPACE: Final = "KVTIER_PODS_NETWORK"  #: set in the process that has a network of its own
 PROMPT_TOKENS: Final = (500, 900)
 POLL_S: Final = 0.2
 STORED: Final = "vllm:kv_offload_store_bytes_total"
@@ -345,10 +345,7 @@ def main() -> int:
     given = parser.parse_args()
     if why := why_not_here():
         parser.error(why)
-    if NAMESPACE not in os.environ:
-        command = ["unshare", "--net", sys.executable, "-m", "stress.pods", *sys.argv[1:]]
-        return subprocess.run(command, env={**os.environ, NAMESPACE: "1"}, check=False).returncode
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    enter_own_network()
     user = None
     if given.user:
         uid, gid = map(int, given.user.split(":"))

@@ -7,17 +7,15 @@ the part is a process: it starts its servers inside, and they end with it, and i
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import importlib
 import re
-import socket
-import struct
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtier.tools.process_group import process_group
+from stress.own_network import enter_own_network
 from tests.support.server_program import ending_with_this_process
 
 if TYPE_CHECKING:
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
 REPOSITORY: Final = Path(__file__).parents[2]
 _TABLE: Final = "inet faults"
-_UP: Final = 0x1  # IFF_UP
-_GET_FLAGS, _SET_FLAGS = 0x8913, 0x8914  # SIOCGIFFLAGS, SIOCSIFFLAGS
 _TABLES: Final = ("tcp", "tcp6")
 _ESTABLISHED, _LISTENS = "01", "0A"
 
@@ -89,8 +85,8 @@ def run_inside(part: Callable[..., Awaitable[None]], folder: Path, *arguments: s
 
     It is called with the ``Network``, the folder and the arguments.
     """
-    command = ["unshare", "--net", sys.executable, "-m"]
-    command += [__name__, part.__module__, part.__name__, str(folder), *arguments]
+    command = [sys.executable, "-m", __name__]
+    command += [part.__module__, part.__name__, str(folder), *arguments]
     with process_group(
         ending_with_this_process(command),
         cwd=REPOSITORY,
@@ -124,18 +120,9 @@ def _sockets(table: str, state: str) -> list[tuple[int, int]]:
     return found
 
 
-def _bring_lo_up() -> None:
-    names = [name for _, name in socket.if_nameindex()]
-    assert names == ["lo"], f"this is no new namespace: {names}"
-    with socket.socket() as any_socket:
-        asked = struct.pack("16sH22x", b"lo", 0)
-        _, flags = struct.unpack("16sH22x", fcntl.ioctl(any_socket, _GET_FLAGS, asked))
-        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH22x", b"lo", flags | _UP))
-
-
 def _main(module: str, name: str, folder: str, *arguments: str) -> None:
     assert re.fullmatch(r"tests(\.\w+)+", module)
-    _bring_lo_up()
+    enter_own_network()
     part = getattr(importlib.import_module(module), name)
     asyncio.run(part(Network(), Path(folder), *arguments))
 
