@@ -30,8 +30,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client.parser import text_string_to_metric_families
-
+from kvtier.tools.watching.page import Page
 from stress.control_group import memory_group
 from stress.engine.vllm_server import make_model
 from stress.failure import Failure
@@ -70,9 +69,9 @@ SHOWN_MAX: Final = 20
 _LONG_NAME: Final = re.compile(r"[0-9a-f-]{12,}")
 PROMPT_TOKENS: Final = (500, 900)
 POLL_S: Final = 0.2
-STORED: Final = "vllm:kv_offload_store_bytes_total"
-WRITTEN: Final = "vllm:kv_offload_tiering_write_bytes_total"
-READ: Final = "vllm:kv_offload_tiering_read_bytes_total"
+STORED: Final = "vllm:kv_offload_store_bytes"
+WRITTEN: Final = "vllm:kv_offload_tiering_write_bytes"
+READ: Final = "vllm:kv_offload_tiering_read_bytes"
 
 
 class Running:
@@ -131,10 +130,7 @@ class Running:
     def counted(self, name: str) -> float:
         """Return a counter, of all tiers together; a short request has it published."""
         self.complete([3], tokens=1)
-        families = text_string_to_metric_families(self.call("/metrics"))
-        return sum(
-            each.value for family in families for each in family.samples if each.name == name
-        )
+        return Page(self.call("/metrics")).total(name)
 
     def exec(self, *command: str) -> str:
         """Run a command beside it, as ``kubectl exec`` does; returns what it prints."""
