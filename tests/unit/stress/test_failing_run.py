@@ -65,11 +65,6 @@ def missing_events() -> AbstractContextManager[object]:
 PLANTS = {each.__name__: each for each in (nothing, wrong_bytes, falling_counters, missing_events)}
 
 
-@pytest.fixture
-def kvtier(capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(capsys)
-
-
 @pytest.mark.parametrize(
     ("plant", "status", "said"),
     [
@@ -81,7 +76,7 @@ def kvtier(capsys: pytest.CaptureFixture[str]) -> Shell:
     ],
 )
 def test_a_broken_promise_ends_the_run_with_its_seed(
-    plant: str, status: int, said: str, tmp_path: Path, kvtier: Shell
+    plant: str, status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Counts end the run, and no clock. Its page is what ``kvtier report`` draws of its JSON."""
     ended = subprocess.run(
@@ -95,7 +90,7 @@ def test_a_broken_promise_ends_the_run_with_its_seed(
     assert ("FAILED    runtime, seed 8841" in ended.stderr) is bool(status)
     assert said in ended.stderr + ended.stdout
     assert "\n0 processes left" in ended.stdout
-    html = kvtier.shown("report", tmp_path / "report.json")
+    html = Shell(capsys).shown("report", tmp_path / "report.json")
     assert html == (tmp_path / "report.html").read_text()
     page = ReadPage(html)
     assert page.title == "kvtier soak: runtime, seed 8841"
