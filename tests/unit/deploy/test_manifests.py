@@ -18,6 +18,7 @@ from kvtier.settings.vllm_releases import TESTED
 from kvtier.tools.checking.configuration import check
 from stress.pods import manifests
 from stress.pods.manifests import DEPLOY, SHARED_MEMORY, Pod, quantity
+from stress.pods.substitutions import small
 from tests.support.needs import require
 
 if TYPE_CHECKING:
@@ -149,8 +150,7 @@ def test_kvtier_finds_nothing_in_the_configuration(
             (tmp_path / value.strip("/")).write_text(
                 "[default]\naws_access_key_id = A\naws_secret_access_key = B\n"
             )
-    text = re.sub(r'"(\d+)GiB"', r'"\1MiB"', text)
-    found = check(json.loads(text)).findings
+    found = check(json.loads(small(text))).findings
     assert not found.refused
     about_this_machine = re.compile("is empty, and nothing is mounted there")
     assert not [each for each in found.warned if not about_this_machine.search(each)]
