@@ -29,17 +29,22 @@ START_S_MAX = 600.0
 STOP_S_MAX = 300.0
 POLL_S = 0.2
 LOG_TAIL_CHARACTERS = 8000
+ON_A_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it takes all cores, and waits for the busy ones
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""The variables of every server here."""
+
 _ENVIRONMENT = {
+    **ON_A_CPU,
     "KVTIER_STRESS_SERVER": "1",  # where faults are planted, if any
     "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
     # oneDNN keeps a kernel for each size of a batch that it meets: 200 MiB in four minutes, beside
     # which no leak can be seen. With so few kept a worker doesn't grow at all.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it takes all cores, and waits for the busy ones
     "TOKENIZERS_PARALLELISM": "false",
 }
 _FLAGS = (

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.tools.watching.page import Page
 from stress.control_group import memory_group
-from stress.engine.vllm_server import make_model
+from stress.engine.vllm_server import BLOCK_TOKENS, make_model
 from stress.failure import Failure
 from stress.limits import PATIENCE_S
 from stress.own_network import enter_own_network
@@ -47,10 +47,9 @@ from stress.pods.root import (
     why_not_here,
 )
 from stress.pods.substitutions import (
-    BLOCK_TOKENS,
-    ENVIRONMENT_OF_A_CPU,
     PROCESSES_BYTES,
     engine_command,
+    engine_environment,
     server_command,
     server_environment,
     shared_memory_bytes,
@@ -211,7 +210,7 @@ class Deployed:
         with memory_group(shared + PROCESSES_BYTES) as group:
             if group is None:
                 print("  no memory limit: this machine lets no control group be made")
-            environment = {**ENVIRONMENT_OF_A_CPU, **pod.environment}
+            environment = engine_environment(pod)
             with self._run(pod, command, environment, shared, group, model) as process:
                 yield Running(pod, self.user_of(pod), process, self._log(pod))
 
@@ -222,8 +221,8 @@ class Deployed:
             for pod in self.pods.values():
                 if pod.name == "vllm":
                     continue
-                environment = {**server_environment(image_environment()), **pod.environment}
-                running = self._run(pod, server_command(pod), environment, 0, None, None)
+                command, environment = server_command(pod), server_environment(pod)
+                running = self._run(pod, command, environment, 0, None, None)
                 stack.enter_context(running)
             yield
 

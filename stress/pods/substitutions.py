@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtier.tools.demo.tiers import packaged_valkey
-from stress.pods.root import VENV, path_in_image
+from stress.engine.vllm_server import BLOCK_TOKENS, MODEL_TOKENS_MAX, ON_A_CPU
+from stress.pods.root import VENV, image_environment, path_in_image
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from stress.pods.manifests import Pod
 
 ADDRESS: Final = "127.0.0.1"  #: of every pod
 MODEL: Final = "/model"
-BLOCK_TOKENS: Final = 32  #: the CPU attention backend wants a multiple of 32
-MODEL_TOKENS_MAX: Final = 1024
 SCALE: Final = 1024
 PROCESSES_BYTES: Final = 5 << 30
 """What an engine's processes have beside ``/dev/shm``, in place of the manifest's: they are less
@@ -35,13 +34,6 @@ OF_A_CPU: Final = (
     *("--num-gpu-blocks-override", "70", "--max-model-len", str(MODEL_TOKENS_MAX)),
     *("--enforce-eager", "--skip-tokenizer-init"),
 )
-ENVIRONMENT_OF_A_CPU: Final = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 _S3: Final = '"type": "s3",'
 _SIZE: Final = re.compile(r'"(\d+)GiB"')
@@ -84,12 +76,18 @@ def server_command(pod: Pod) -> list[str]:
     return [_program(name), *map(addressed, arguments)]
 
 
-def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an image's environment with the libraries of Mooncake's package, if it is there."""
-    libraries = environment["LD_LIBRARY_PATH"]
+def engine_environment(pod: Pod) -> dict[str, str]:
+    """Return the variables of an engine's pod, with those that a CPU needs."""
+    return {**image_environment(), **ON_A_CPU, **pod.environment}
+
+
+def server_environment(pod: Pod) -> dict[str, str]:
+    """Return those of a server's pod, with the libraries of Mooncake's package if it is there."""
+    environment = image_environment()
     if find_spec("mooncake") is not None:
-        libraries += f":{path_in_image(Path(str(resources.files('mooncake'))))}"
-    return {**environment, "LD_LIBRARY_PATH": libraries}
+        libraries = path_in_image(Path(str(resources.files("mooncake"))))
+        environment["LD_LIBRARY_PATH"] += f":{libraries}"
+    return {**environment, **pod.environment}
 
 
 def _program(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.tools.process_group import process_group
 from stress.pods import manifests
-from stress.pods.root import User, command_in_root, image_environment
+from stress.pods.root import User, command_in_root
 from stress.pods.substitutions import server_command, server_environment
 from stress.pods.volumes import make_volumes, make_what_comments_say
 from tests.support.patience import until
@@ -32,7 +32,7 @@ async def store_in_it(_network: Network, folder: Path, scenario: str, says: str)
             command = command_in_root(
                 pod,
                 server_command(pod),
-                {**server_environment(image_environment()), **pod.environment},
+                server_environment(pod),
                 make_volumes(pod, folder, User.of(pod)),
                 user=User.of(pod),
                 hosts=manifests.services(scenario),
