@@ -30,6 +30,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvtier.tools.process_group import process_group
 from kvtier.tools.watching.page import Page
 from stress.control_group import memory_group
 from stress.engine.vllm_server import BLOCK_TOKENS, make_model
@@ -152,8 +153,8 @@ class Running:
     @property
     def _pid(self) -> int:
         """The number of the process that is the first in the pod."""
-        (first,) = children_of(self._process)
-        return first
+        process = self._process.pid
+        return int(Path(f"/proc/{process}/task/{process}/children").read_text().split()[0])
 
     def end(self) -> str:
         """End it as kubelet does behind ``preStop``; returns what it says of its blocks."""
@@ -169,15 +170,6 @@ class Running:
         if not said or "lost_blocks=0" not in said[-1]:
             raise Failure(f"it has not closed its tiers in order: {said}")
         return f"ended in {took_s:.0f} s"
-
-
-def children_of(unshare: subprocess.Popen[bytes]) -> list[int]:
-    """Return the first process of a pod; none before it begins, or once it has ended."""
-    try:
-        text = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text()
-    except FileNotFoundError:
-        return []
-    return [*map(int, text.split())]
 
 
 class Deployed:
@@ -255,7 +247,7 @@ class Deployed:
             whole = command_in_root(
                 pod,
                 command,
-                {**image_environment(), **environment},
+                environment,
                 self._volumes[pod.name],
                 user=self.user_of(pod),
                 shared_memory_bytes=shared_memory_bytes,
@@ -264,17 +256,12 @@ class Deployed:
                 hosts=manifests.services(self._scenario),
                 scratch=Path(scratch),
             )
-            with self._log(pod).open("ab") as log:
-                process = subprocess.Popen(whole, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            try:
+            with (
+                self._log(pod).open("ab") as log,
+                # Not unshare's --kill-child alone, which is forgotten as setpriv changes the user.
+                process_group(whole, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as process,
+            ):
                 yield process
-            finally:
-                # And with it all that runs in its namespace. unshare's --kill-child does not do it:
-                # the kernel forgets that when setpriv changes the user.
-                for first in children_of(process):
-                    os.kill(first, signal.SIGKILL)
-                process.kill()
-                process.wait()
 
 
 def wait_for_announced(router: Subscriber | None, engine: Running, blocks: int) -> set[object]:
