@@ -41,6 +41,7 @@ from kvtier.tools.monitoring.alerts import ALERTS, rules
 from kvtier.tools.monitoring.printed import DASHBOARD, RULES
 from kvtier.tools.monitoring.promql import unknown_in
 from kvtier.tools.monitoring.rows import legend, rows
+from kvtier.tools.watching.shown import sentence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -202,7 +203,7 @@ def _table() -> Iterable[str]:
     for each in ALERTS:
         about = each.about.format(tier="the tier", value=each.limit)
         holds = "" if each.holds == "0s" else _spelt(each.holds)
-        about, remedy = (f"{text[:1].upper()}{text[1:]}." for text in (about, each.remedy))
+        about, remedy = map(sentence, (about, each.remedy))
         yield f"| `{each.name}` | {each.severity} | {about} | {holds} | {remedy} |"
 
 

@@ -29,6 +29,7 @@ from kvtier.tools.watching.readings import (
     VLLMS_QUERIES,
 )
 from kvtier.tools.watching.scrape import read_pages
+from kvtier.tools.watching.shown import sentence
 from kvtier_backends.disk.metrics import METRICS as OF_DISK
 
 if TYPE_CHECKING:
@@ -127,13 +128,12 @@ def _state(tier: TierReading, where: str, findings: Findings) -> None:
         findings.add(
             TIER_NOT_IN_USE, f"{where}: {tier.state}.", "Look at the engine's log for this tier."
         )
-    for fault, remedy in FAULTS.items():
+    for fault, meaning in FAULTS.items():
         if fault in tier.faults:
-            about, _, what = remedy.partition(": ")
             findings.add(
                 TIER_FAULTS,
-                f"{where}: {about} ({fault}: {tier.faults[fault]:,.0f}).",
-                f"{what[:1].upper()}{what[1:]}.",
+                f"{where}: {meaning.about} ({fault}: {tier.faults[fault]:,.0f}).",
+                sentence(meaning.remedy),
             )
 
 

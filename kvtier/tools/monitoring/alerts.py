@@ -7,16 +7,13 @@ better. Remedies of faults are those of ``kvtier status`` and ``kvtier doctor``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from kvtier.engine.account.read_share import EVERY
 from kvtier.tools.doctor.running import QUERIES_MIN, WASTED_MIN, WASTED_SHARE
 from kvtier.tools.monitoring.questions import QUESTIONS
 from kvtier.tools.watching.readings import FAULTS
-from kvtier.tools.watching.shown import WORN_A_DAY
-
-if TYPE_CHECKING:
-    from kvtier.core.metrics import TierFault
+from kvtier.tools.watching.shown import WORN_A_DAY, sentence
 
 Severity: TypeAlias = Literal["warning", "info"]
 
@@ -64,14 +61,9 @@ class Alert(NamedTuple):
             "labels": {"severity": self.severity},
             "annotations": {
                 "summary": f"{where}: {about}.",
-                "remedy": f"{self.remedy[:1].upper()}{self.remedy[1:]}.",
+                "remedy": sentence(self.remedy),
             },
         }
-
-
-def _remedy(fault: TierFault) -> str:
-    """Return what to do about a fault of a tier, without what the fault is."""
-    return FAULTS[fault].partition(": ")[2]
 
 
 ALERTS: Final = (
@@ -82,7 +74,7 @@ ALERTS: Final = (
         "max without (work) (kvtier:tier_breaker_state) == 3\n",
         "5m",
         "warning",
-        _remedy("crashes"),
+        FAULTS["crashes"].remedy,
     ),
     # A breaker that opens for a blip closes within seconds. Half-open counts: a sick tier is in
     # turns open and half-open.
@@ -92,7 +84,7 @@ ALERTS: Final = (
         "0 < max without (work) (kvtier:tier_breaker_state) < 3\n",
         "5m",
         "warning",
-        _remedy("breaker_opened"),
+        FAULTS["breaker_opened"].remedy,
     ),
     Alert(
         "KvtierTierCrashes",
@@ -100,7 +92,7 @@ ALERTS: Final = (
         f"increase(kvtier:tier_crashes_total[30m]) >= {CRASHES_MIN}\n",
         "0s",
         "warning",
-        _remedy("crashes"),
+        FAULTS["crashes"].remedy,
     ),
     # Servers restart and fail over within a few minutes.
     Alert(
@@ -109,7 +101,7 @@ ALERTS: Final = (
         "kvtier:tier_connection_state > 0\n",
         "5m",
         "warning",
-        _remedy("connections_lost"),
+        FAULTS["connections_lost"].remedy,
     ),
     # The next five: what stops by itself within ten minutes needs nobody.
     Alert(
@@ -125,7 +117,7 @@ ALERTS: Final = (
 """,
         "10m",
         "warning",
-        _remedy("stores_rejected"),
+        FAULTS["stores_rejected"].remedy,
         f"more than {100 * REJECTED_SHARE:g} %",
     ),
     Alert(
@@ -134,7 +126,7 @@ ALERTS: Final = (
         "increase(kvtier:tier_failed_total[10m]) > 0\n",
         "10m",
         "warning",
-        _remedy("failed"),
+        FAULTS["failed"].remedy,
     ),
     Alert(
         "KvtierStorageHangs",
@@ -142,7 +134,7 @@ ALERTS: Final = (
         "increase(kvtier:tier_jobs_timed_out_total[10m]) > 0\n",
         "10m",
         "warning",
-        _remedy("jobs_timed_out"),
+        FAULTS["jobs_timed_out"].remedy,
     ),
     Alert(
         "KvtierTierStalls",
@@ -173,7 +165,7 @@ ALERTS: Final = (
         "increase(kvtier:tier_damaged_total[1h]) > 0\n",
         "0s",
         "warning",
-        _remedy("damaged"),
+        FAULTS["damaged"].remedy,
     ),
     Alert(
         "KvtierBlocksUnauthenticated",

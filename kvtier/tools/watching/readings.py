@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -30,16 +30,26 @@ OF_PRIMARY: Final = {
 VLLMS_QUERIES: Final = "vllm:kv_offload_tiering_chunk_queries"
 VLLMS_HITS: Final = "vllm:kv_offload_tiering_chunk_hits"
 
-FAULTS: Final[Mapping[TierFault, str]] = {
-    "crashes": "its code raised or its process ended: look at the log",
-    "damaged": "blocks failed their check: look at the storage",
-    "stores_rejected": "it had no room for blocks: free some space, or lower capacity_bytes",
-    "failed": "loads or stores failed at the storage: look at the log",
-    "jobs_timed_out": "its storage hung: look at the log",
-    "breaker_opened": "it was bypassed for a time: look at the log",
-    "connections_lost": "its server was away: look at the log",
+
+class FaultMeaning(NamedTuple):
+    """What it means that a counter of ``TierCounts`` has grown. Both are clauses."""
+
+    about: str
+    remedy: str
+
+
+FAULTS: Final[Mapping[TierFault, FaultMeaning]] = {
+    "crashes": FaultMeaning("its code raised or its process ended", "look at the log"),
+    "damaged": FaultMeaning("blocks failed their check", "look at the storage"),
+    "stores_rejected": FaultMeaning(
+        "it had no room for blocks", "free some space, or lower capacity_bytes"
+    ),
+    "failed": FaultMeaning("loads or stores failed at the storage", "look at the log"),
+    "jobs_timed_out": FaultMeaning("its storage hung", "look at the log"),
+    "breaker_opened": FaultMeaning("it was bypassed for a time", "look at the log"),
+    "connections_lost": FaultMeaning("its server was away", "look at the log"),
 }
-"""What is wrong if a counter of ``TierCounts`` has grown, and the remedy; the worst first."""
+"""By the counter; the worst first."""
 
 MORE: Final = 1 / 5
 """Blocks that a larger tier would have hit, as a share of those loaded, that are worth a word."""

@@ -87,10 +87,10 @@ def _unused(engine: EngineReading) -> Iterator[str]:
 
 
 def _wrong(engine: EngineReading) -> Iterator[str]:
-    for name, remedy in FAULTS.items():
+    for name, meaning in FAULTS.items():
         for tier in engine.tiers:
             if name in tier.faults and engine.at_s - _last_s(engine, tier, name) < RECENT_S:
-                yield f"{tier.name} is in use, and {remedy} ({name})."
+                yield f"{tier.name} is in use, and {meaning.about}: {meaning.remedy} ({name})."
 
 
 def _last_s(engine: EngineReading, tier: TierReading, fault: TierFault) -> float:
@@ -168,6 +168,11 @@ def number(count: float) -> str:
 def _power(count: float) -> int:
     """Return the power of 1000 in which a number has up to three digits before the point."""
     return min(len(f"{float(f'{count:.3g}'):.0f}") - 1, 17) // 3
+
+
+def sentence(clause: str) -> str:
+    """Return a clause as a sentence of its own."""
+    return f"{clause[:1].upper()}{clause[1:]}."
 
 
 def span(seconds: float) -> str:
