@@ -30,7 +30,7 @@ from kvtier.tools.demo.engine import (
     make_prompts,
     start_engine,
 )
-from kvtier.tools.monitoring.questions import QUESTIONS
+from kvtier.tools.monitoring.questions import FIGURES
 from stress.monitored.prometheus import PAGE, prometheus
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def shown(series: list[Any]) -> str:
 
 def answered(page: str) -> str:
     """Return the page with its answers made anew."""
-    queries = [figure.query for question in QUESTIONS for figure in question.figures]
+    queries = [figure.query for figure in FIGURES.values()]
     if not len(queries) == page.count(QUERY) == len(ANSWERED.findall(page)):
         raise SystemExit("a query has no block, or none for its answer")
     with TemporaryDirectory() as made:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from kvtier.engine.account.read_share import EVERY
 from kvtier.tools.doctor.running import QUERIES_MIN, WASTED_MIN, WASTED_SHARE
-from kvtier.tools.monitoring.questions import QUESTIONS
+from kvtier.tools.monitoring.questions import FIGURES
 from kvtier.tools.watching.readings import FAULTS
 from kvtier.tools.watching.shown import WORN_A_DAY, sentence
 
@@ -283,8 +283,7 @@ RECORDED: Final = {
 
 def rules() -> dict[str, Any]:
     """Return the file of rules, as Prometheus reads it."""
-    figures = {figure.title: figure for question in QUESTIONS for figure in question.figures}
-    recorded = [{"record": name, "expr": figures[title].query} for name, title in RECORDED.items()]
+    recorded = [{"record": name, "expr": FIGURES[title].query} for name, title in RECORDED.items()]
     return {
         "groups": [
             {"name": "kvtier", "rules": [alert.rule() for alert in ALERTS]},

@@ -298,3 +298,6 @@ count by (configuration, tiers, version, vllm) (kvtier:info)
         ),
     ),
 )
+
+FIGURES: Final = {figure.title: figure for each in QUESTIONS for figure in each.figures}
+"""All of them, by their titles."""

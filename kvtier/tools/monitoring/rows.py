@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.tools.monitoring.promql import narrowed
-from kvtier.tools.monitoring.questions import DISK, QUESTIONS, Figure
+from kvtier.tools.monitoring.questions import DISK, FIGURES, QUESTIONS, Figure
 from kvtier.tools.watching.readings import FAULTS, OF_TIER
 
 if TYPE_CHECKING:
@@ -60,11 +60,10 @@ _MOVED: Final = _named(
     },
 )
 _MISSES: Final = "sum by (reason) (increase(kvtier:misses_total[1h]))\n"
-_BY_TITLE: Final = {figure.title: figure for each in QUESTIONS for figure in each.figures}
 
 WRONG: Final = (
     Figure("Faults of tiers", "short", _FAULTS),
-    _BY_TITLE["Circuit breakers"],
+    FIGURES["Circuit breakers"],
     Figure("Connections to servers", "short", _CONNECTIONS, "connections"),
     Figure("Slots held by reads and writes that hang", "short", _QUARANTINED),
     Figure("Defects", "short", _DEFECTS),
@@ -74,7 +73,7 @@ OF_EACH_TIER: Final = (
     Figure("Bytes loaded and stored a second", "Bps", _MOVED),
     Figure("Requests that miss here, by reason", "short", _MISSES),
     *(
-        _BY_TITLE[title]
+        FIGURES[title]
         for title in (
             "Half of the loads took no longer than",
             "99 % of the loads took no longer than",

@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.core.metrics import counter_series
-from kvtier.core.statistics import TierCounts
 from kvtier.tools.cli.main import main
 from kvtier.tools.monitoring import promql
 from kvtier.tools.monitoring.alerts import ALERTS, RECORDED, rules
 from kvtier.tools.monitoring.printed import DASHBOARD, RULES
 from kvtier.tools.monitoring.promql import narrowed, unknown_in
-from kvtier.tools.monitoring.questions import QUESTIONS
+from kvtier.tools.monitoring.questions import FIGURES, QUESTIONS
 from kvtier.tools.monitoring.rows import filled_in, legend, rows
-from kvtier.tools.watching.readings import FAULTS
+from kvtier.tools.watching.readings import FAULTS, OF_TIER
 from tests.support.needs import needs
 
 if TYPE_CHECKING:
@@ -305,8 +303,7 @@ def test_every_variable_of_a_query_is_one_of_the_dashboards() -> None:
 
 def test_each_counter_that_stands_for_trouble_is_drawn() -> None:
     (drawn,) = (each.query for each in rows()[0].figures if each.title == "Faults of tiers")
-    metrics = {each.attribute: each.metric for each in counter_series(TierCounts, "tier_")}
-    assert promql.series_in(drawn) == {f"{metrics[name]}_total" for name in FAULTS}
+    assert promql.series_in(drawn) == {f"{OF_TIER[name]}_total" for name in FAULTS}
 
 
 def test_each_fault_with_a_remedy_has_an_alert_with_that_remedy() -> None:
@@ -324,8 +321,7 @@ def test_a_series_is_named_by_what_it_is_grouped_by() -> None:
 
 
 def test_records_are_figures_of_the_page() -> None:
-    titles = {figure.title for each in QUESTIONS for figure in each.figures}
-    assert set(RECORDED.values()) <= titles
+    assert set(RECORDED.values()) <= FIGURES.keys()
 
 
 @needs("prometheus")
