@@ -51,12 +51,6 @@ if TYPE_CHECKING:
 Panel: TypeAlias = Lines | States | Table
 
 PAGE: Final = Path(__file__).parent / "how-to/watch-metrics.md"
-MADE: Final = re.compile(
-    r"^(<!-- made by docs/write_monitoring.py -->\n).*?^(<!-- end -->)$", re.MULTILINE | re.DOTALL
-)
-MEASURED: Final = re.compile(
-    r"^(<!-- measured by stress.monitored -->\n).*?^(<!-- end -->)$", re.MULTILINE | re.DOTALL
-)
 SOURCE: Final = DataSourceRef(type_val="prometheus", uid="${datasource}")
 COLUMNS: Final = 24
 HEIGHT: Final = 8
@@ -126,8 +120,7 @@ def _widths(count: int) -> list[int]:
 
 
 def _panel(figure: Figure) -> Panel:
-    if unknown := unknown_in(figure.query):
-        raise SystemExit(f"no engine has {', '.join(sorted(unknown))}: {figure.query}")
+    check_names(figure.query)
     query = prometheus.Dataquery().expr(figure.query).ref_id("A").datasource(SOURCE)
     panel: Panel
     if figure.kind == "table":
@@ -137,6 +130,12 @@ def _panel(figure: Figure) -> Panel:
         query.range().legend_format(legend(figure.query) or figure.title)
         panel = _states(figure) if figure.kind in MAPPINGS else _lines(figure)
     return panel.title(figure.title).datasource(SOURCE).unit(figure.unit).with_target(query)
+
+
+def check_names(query: str) -> None:
+    """Raise ``SystemExit`` if a query names what no engine has."""
+    if unknown := unknown_in(query):
+        raise SystemExit(f"no engine has {', '.join(sorted(unknown))}: {query}")
 
 
 def _states(figure: Figure) -> States:
@@ -185,16 +184,23 @@ def made_rules() -> str:
     """Return the rules as YAML."""
     made = rules()
     for rule in (rule for group in made["groups"] for rule in group["rules"]):
-        if unknown := unknown_in(rule["expr"]):
-            raise SystemExit(f"no engine has {', '.join(sorted(unknown))}: {rule['expr']}")
+        check_names(rule["expr"])
     text: str = yaml.dump(made, Dumper=Written, sort_keys=False, width=1_000)
     return f"# Made by kvtier alerts.\n{text}"
 
 
 def made_page(page: str) -> str:
     """Return the page with its table of alerts made anew."""
-    lines = "\n".join(_table())
-    return MADE.sub(lambda mark: f"{mark[1]}\n{lines}\n\n{mark[2]}", page)
+    return filled(page, "made by docs/write_monitoring.py", _table())
+
+
+def filled(page: str, mark: str, lines: Iterable[str]) -> str:
+    """Return the page with these lines in place of those between a mark and its end."""
+    text = "\n".join(lines)
+    marked = re.compile(
+        rf"^(<!-- {re.escape(mark)} -->\n).*?^(<!-- end -->)$", re.MULTILINE | re.DOTALL
+    )
+    return marked.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page)
 
 
 def _table() -> Iterable[str]:
@@ -215,8 +221,7 @@ def measured_page(page: str, report: dict[str, Any]) -> str:
             found = max(1, round(fault["seen_s"][name]))
             holds = "" if report["holds"][name] == "0s" else f"{_spelt(report['holds'][name])} "
             lines.append(f"| {fault['about']} | `{name}` | {found} s | {holds}{found} s |")
-    made = "\n".join(lines)
-    return MEASURED.sub(lambda mark: f"{mark[1]}\n{made}\n\n{mark[2]}", page)
+    return filled(page, "measured by stress.monitored", lines)
 
 
 def _spelt(duration: str) -> str:
