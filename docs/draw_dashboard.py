@@ -18,6 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 from PIL import Image
 
+from kvtier.tools.monitoring.rows import STATE_NAMES, lines_of
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.ticker import Formatter
@@ -27,14 +29,9 @@ Series = list[dict[str, Any]]
 GROUND, PANEL, INK, FAINT = "#111217", "#181B1F", "#CCCCDC", "#34363C"
 COLOURS: Final = ("#73BF69", "#F2CC0C", "#5794F2", "#FF9830", "#F2495C", "#B877D9", "#8AB8FF")
 STATES: Final = ("#56A64B", "#FF9830", "#F2CC0C", "#E02F44")
-STATE_NAMES: Final = {
-    "states": ("closed", "open", "half-open", "disabled"),
-    "connections": ("up", "connecting", "gone"),
-}
 WIDTH_IN, LINE_IN, HEAD_IN, DPI = 13.0, 1.62, 0.3, 76
 CHARACTERS_IN, GAP_CHARACTERS = 19.0, 5  #: of a legend, which ends where there is no room
 NAMES_FAULTS: Final = "Faults of tiers"
-LARGER: Final = 3
 UNITS: Final[dict[str, Formatter]] = {
     "percentunit": PercentFormatter(1.0, decimals=0),
     "s": EngFormatter("s"),
@@ -52,11 +49,10 @@ def draw(report: dict[str, Any]) -> Figure:
     panels = [each for each in report["panels"] if each["row"] not in set(tiers) - {tiers[0]}]
     lines: list[tuple[str, list[dict[str, Any]]]] = []
     for title, found in groupby(panels, key=lambda each: each["row"]):
-        row = list(found)
-        half = len(row) if len(row) <= LARGER else (len(row) + 1) // 2
-        lines.append((title, row[:half]))
-        if row[half:]:
-            lines.append(("", row[half:]))
+        left = list(found)
+        for number, count in enumerate(lines_of(len(left))):
+            lines.append(("" if number else title, left[:count]))
+            left = left[count:]
     height = sum(LINE_IN + (HEAD_IN if title else 0) for title, _ in lines) + 0.1
     figure = Figure(figsize=(WIDTH_IN, height), dpi=DPI, facecolor=GROUND)
     top = height - 0.05
@@ -153,7 +149,7 @@ def _states(axes: Axes, panel: dict[str, Any], began: float) -> None:
             axes.barh(line, span, left=steps[number], height=0.8, color=STATES[int(state)])
     axes.set_yticks(range(len(series)), [_name(each)[:22] for each in series])
     axes.margins(x=0)
-    _legend(axes, list(zip(STATE_NAMES[panel["kind"]], STATES, strict=False)))
+    _legend(axes, list(zip(STATE_NAMES[panel["kind"]].values(), STATES, strict=False)))
 
 
 def _legend(axes: Axes, named: list[tuple[str, str]]) -> None:

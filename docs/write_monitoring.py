@@ -35,12 +35,10 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from kvtier.engine.link.circuit_breaker import BreakerState
-from kvtier.plugin_api.backend import Connection
 from kvtier.tools.monitoring.alerts import ALERTS, rules
 from kvtier.tools.monitoring.printed import DASHBOARD, RULES
 from kvtier.tools.monitoring.promql import unknown_in
-from kvtier.tools.monitoring.rows import legend, rows
+from kvtier.tools.monitoring.rows import STATE_NAMES, legend, lines_of, rows
 from kvtier.tools.watching.shown import sentence
 
 if TYPE_CHECKING:
@@ -55,12 +53,6 @@ SOURCE: Final = DataSourceRef(type_val="prometheus", uid="${datasource}")
 COLUMNS: Final = 24
 HEIGHT: Final = 8
 COLOURS: Final = ("green", "orange", "yellow", "red")
-MAPPINGS: Final = {
-    "states": {state.value: state.name.lower().replace("_", "-") for state in BreakerState},
-    "connections": {state.value: state.name.lower() for state in Connection},
-}
-LARGER: Final = 3
-"""More panels than this in a row stand in two lines."""
 
 
 def made_dashboard() -> str:
@@ -114,9 +106,8 @@ def _repeated(row: dashboard.Row, variable: str) -> dashboard.Row:
 
 
 def _widths(count: int) -> list[int]:
-    """Return the widths of a row's panels: up to three in a line, or in two lines."""
-    lines = [count] if count <= LARGER else [(count + 1) // 2, count // 2]
-    return [COLUMNS // line for line in lines for _ in range(line)]
+    """Return the widths of a row's panels, which fill its lines."""
+    return [COLUMNS // line for line in lines_of(count) for _ in range(line)]
 
 
 def _panel(figure: Figure) -> Panel:
@@ -128,7 +119,7 @@ def _panel(figure: Figure) -> Panel:
         panel = Table().show_header(show_header=True)
     else:
         query.range().legend_format(legend(figure.query) or figure.title)
-        panel = _states(figure) if figure.kind in MAPPINGS else _lines(figure)
+        panel = _states(figure) if figure.kind in STATE_NAMES else _lines(figure)
     return panel.title(figure.title).datasource(SOURCE).unit(figure.unit).with_target(query)
 
 
@@ -139,7 +130,7 @@ def check_names(query: str) -> None:
 
 
 def _states(figure: Figure) -> States:
-    shown = MAPPINGS[figure.kind]
+    shown = STATE_NAMES[figure.kind]
     results = {
         str(value): ValueMappingResult(text=text, color=COLOURS[value], index=value)
         for value, text in shown.items()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvtier.engine.link.circuit_breaker import BreakerState
+from kvtier.plugin_api.backend import Connection
 from kvtier.tools.monitoring.promql import narrowed
 from kvtier.tools.monitoring.questions import DISK, FIGURES, QUESTIONS, Figure
 from kvtier.tools.watching.readings import FAULTS, OF_TIER
@@ -17,6 +19,15 @@ if TYPE_CHECKING:
 
 CHOSEN: Final = {"model_name": '=~"$model"', "instance": '=~"$instance"'}
 """Matchers of the dashboard's variables, in each of its queries."""
+
+STATE_NAMES: Final[Mapping[str, Mapping[int, str]]] = {
+    "states": {state.value: state.name.lower().replace("_", "-") for state in BreakerState},
+    "connections": {state.value: state.name.lower() for state in Connection},
+}
+"""What the values of figures of these kinds mean, in words."""
+
+LARGER: Final = 3
+"""More panels than this in a row stand in two lines."""
 
 WINDOW: Final = "$window"
 """The variable that takes the place of the page's hour."""
@@ -101,6 +112,11 @@ def _drawn(figure: Figure) -> Figure:
 
 def _of_one_tier(figure: Figure) -> Figure:
     return _drawn(figure._replace(query=narrowed(figure.query, {"tier": '="$tier"'})))
+
+
+def lines_of(count: int) -> list[int]:
+    """Return how many of a row's panels stand in each of its lines."""
+    return [count] if count <= LARGER else [(count + 1) // 2, count // 2]
 
 
 def filled_in(query: str, tier: str, window: str) -> str:
