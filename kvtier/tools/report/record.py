@@ -33,33 +33,19 @@ RESETS_KEPT_MAX: Final = 10_000
 class Bin:
     """Requests that arrived in one stretch of time."""
 
-    __slots__ = ("_spreads", "computed", "gpu", "loaded", "never_ran", "requests", "tokens")
+    __slots__ = (
+        *("requests", "never_ran", "tokens", "gpu", "computed", "loaded"),
+        *("prompt", "answer", "waited", "took"),
+    )
 
     def __init__(self) -> None:
         self.requests = self.never_ran = 0
         self.tokens = self.gpu = self.computed = 0  #: of prompts
         self.loaded: Counter[str] = Counter()  #: tokens, by tier
-        self._spreads = tuple(Spread() for _ in range(4))
-
-    @property
-    def prompt(self) -> Spread:
-        """Tokens of a prompt."""
-        return self._spreads[0]
-
-    @property
-    def answer(self) -> Spread:
-        """Tokens of an answer."""
-        return self._spreads[1]
-
-    @property
-    def waited(self) -> Spread:
-        """Seconds from a request's arrival until it loaded or ran."""
-        return self._spreads[2]
-
-    @property
-    def took(self) -> Spread:
-        """Seconds from a request's arrival to its end."""
-        return self._spreads[3]
+        self.prompt = Spread()  #: tokens
+        self.answer = Spread()  #: tokens
+        self.waited = Spread()  #: seconds from a request's arrival until it loaded or ran
+        self.took = Spread()  #: seconds from a request's arrival to its end
 
     def add(self, row: RecordedRow) -> None:
         """Count a request."""
@@ -84,8 +70,10 @@ class Bin:
         self.gpu += other.gpu
         self.computed += other.computed
         self.loaded.update(other.loaded)
-        for own, others in zip(self._spreads, other._spreads, strict=True):
-            own.merge(others)
+        self.prompt.merge(other.prompt)
+        self.answer.merge(other.answer)
+        self.waited.merge(other.waited)
+        self.took.merge(other.took)
 
 
 class RecordFault(NamedTuple):
@@ -119,14 +107,14 @@ class Record:
         self.first_s = min(self.first_s, at_s) if self.all.requests else at_s
         self.last_s = max(self.last_s, at_s, row.ended_s)
         self.all.add(row)
-        number = int(at_s / self.bin_s)
+        number = self._number(at_s)
         found = self._bins.get(number)
         if found is None:
             found = self._bins[number] = Bin()
             while len(self._bins) > 2 * BINS_MAX:
                 self._halve()
                 # The request's own bin may have become another's part.
-                found = self._bins[int(at_s / self.bin_s)]
+                found = self._bins[self._number(at_s)]
         found.add(row)
 
     def note(self, event: RecordEvent) -> None:
@@ -146,18 +134,18 @@ class Record:
         """End what is still going on, and bring the bins to the number of a page's."""
         for work in list(self._down):
             self._end_fault(work, self.last_s, is_over=False)
-        while int(self.last_s / self.bin_s) - int(self.first_s / self.bin_s) >= BINS_MAX:
+        while self._number(self.last_s) - self._number(self.first_s) >= BINS_MAX:
             self._halve()
 
     @property
     def begins_s(self) -> float:
         """When the first bin begins."""
-        return int(self.first_s / self.bin_s) * self.bin_s
+        return self._number(self.first_s) * self.bin_s
 
     @property
     def bins(self) -> list[Bin]:
         """All bins, the empty ones too; once it is finished."""
-        numbers = range(int(self.first_s / self.bin_s), int(self.last_s / self.bin_s) + 1)
+        numbers = range(self._number(self.first_s), self._number(self.last_s) + 1)
         nothing = Bin()
         return [self._bins.get(each, nothing) for each in numbers]
 
@@ -168,8 +156,12 @@ class Record:
 
     def bin_of(self, at_s: float) -> int:
         """Return the place of a moment among the bins."""
-        place = int(at_s / self.bin_s) - int(self.first_s / self.bin_s)
-        return min(max(0, place), int(self.last_s / self.bin_s) - int(self.first_s / self.bin_s))
+        first, last = self._number(self.first_s), self._number(self.last_s)
+        return min(max(first, self._number(at_s)), last) - first
+
+    def _number(self, at_s: float) -> int:
+        """Return the number of the bin of a moment, from 1970 on."""
+        return int(at_s / self.bin_s)
 
     def _end_fault(self, work: tuple[str, str], at_s: float, *, is_over: bool) -> None:
         from_s = self._down.pop(work)
