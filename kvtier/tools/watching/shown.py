@@ -65,9 +65,8 @@ def faults_of(engine: EngineReading) -> Iterator[str]:
     """Yield a line for each tier that is not in use or has had faults: how often, and when last."""
     for tier in engine.tiers:
         state = [] if tier.state == IN_USE else [tier.state]
-        ages = {name: engine.at_s - _last_s(engine, tier, name) for name in tier.faults}
         kinds = [
-            f"{name} {count:,.0f}, the last {span(ages[name])} ago"
+            f"{name} {count:,.0f}, the last {span(_ago_s(engine, tier, name))} ago"
             for name, count in tier.faults.items()
         ]
         if state or kinds:
@@ -89,13 +88,13 @@ def _unused(engine: EngineReading) -> Iterator[str]:
 def _wrong(engine: EngineReading) -> Iterator[str]:
     for name, meaning in FAULTS.items():
         for tier in engine.tiers:
-            if name in tier.faults and engine.at_s - _last_s(engine, tier, name) < RECENT_S:
+            if name in tier.faults and _ago_s(engine, tier, name) < RECENT_S:
                 yield f"{tier.name} is in use, and {meaning.about}: {meaning.remedy} ({name})."
 
 
-def _last_s(engine: EngineReading, tier: TierReading, fault: TierFault) -> float:
-    """Return when it was last counted; an engine tells so a moment after it has counted it."""
-    return min(engine.at_s, tier.last_faults.get(fault, engine.at_s))
+def _ago_s(engine: EngineReading, tier: TierReading, fault: TierFault) -> float:
+    """Return how long ago it was last counted: 0 until the engine tells, a moment after that."""
+    return max(0.0, engine.at_s - tier.last_faults.get(fault, engine.at_s))
 
 
 def _worn(engine: EngineReading) -> Iterator[str]:
