@@ -38,6 +38,9 @@ LINES_PER_REPORT: Final = 500
 GZIP_MAGIC: Final = b"\x1f\x8b"
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
+_DAMAGED: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstd_frames.DamagedZstd)
+"""What reading a compressed file may raise; EOFError: it is truncated."""
+
 
 class TraceError(Misuse, ValueError):
     """Raised when a trace cannot be read. The text names file, line and what is wrong."""
@@ -156,7 +159,7 @@ class TraceFile:
         """Return whether it begins as a record does. Nothing is taken from it."""
         try:
             start = self._stream.peek(len(BYTE_ORDER_MARK + HEADER_START))
-        except (EOFError, zlib.error, gzip.BadGzipFile, zstd_frames.DamagedZstd):
+        except _DAMAGED:
             return True  # only a trace is compressed; it will say what is wrong
         return start.removeprefix(BYTE_ORDER_MARK).startswith(HEADER_START)
 
@@ -164,7 +167,7 @@ class TraceFile:
         """Return all that the file holds; for what is no trace. Raises ``TraceError``."""
         try:
             text = self._stream.read(bytes_max + 1)
-        except (EOFError, zlib.error, gzip.BadGzipFile, zstd_frames.DamagedZstd) as error:
+        except _DAMAGED as error:
             raise TraceError(f"{self._file.name}: the {self._kind} file is damaged.") from error
         if len(text) > bytes_max:
             raise TraceError(f"{self._file.name}: is larger than {bytes_max >> 20} MiB.")
@@ -186,7 +189,7 @@ class TraceFile:
                 what = f"the {self._kind} file ends in the middle: it is truncated"
                 yield number, _Unreadable(what)
                 return
-            except (zlib.error, gzip.BadGzipFile, zstd_frames.DamagedZstd) as error:
+            except _DAMAGED as error:
                 what = f"the {self._kind} file is damaged from here on ({error})"
                 yield number, _Unreadable(what)
                 return
