@@ -77,7 +77,7 @@ def _json(
     trace: Trace, endless: float, found: Mapping[str, Sequence[CurvePoint]], *, complete: bool
 ) -> dict[str, Any]:
     return {
-        "report": "kvtier replay --policies",
+        "report": curves.REPORT,
         "complete": complete,
         "trace": describe(trace),
         "endless_hit_ratio": endless,

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
     from kvtier.tools.replay.traces import Trace
 
+REPORT: Final = "kvtier replay --policies"
+"""What the JSON report of a comparison says that it is."""
+
 MIN: Final = "MIN"
 ALL: Final = "all"
 CAPACITIES_MAX: Final = 100

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kvtier.errors import Misuse
+from kvtier.tools.replay import curves
+from kvtier.tools.replay.report import FORMAT
 from kvtier.tools.replay.trace_lines import TraceFile, TraceLines
-from kvtier.tools.report.policies_page import POLICIES, policies_page
+from kvtier.tools.report.policies_page import policies_page
 from kvtier.tools.report.record import read_record_untrusted
 from kvtier.tools.report.record_page import record_page
-from kvtier.tools.report.replay_page import REPLAY, replay_page
+from kvtier.tools.report.replay_page import replay_page
 from kvtier.tools.report.soak import SOAK
 from kvtier.tools.report.soak_page import soak_page
 
@@ -27,7 +29,7 @@ _MALFORMED: Final = (ValueError, LookupError, TypeError, AttributeError, Arithme
 REPORT_BYTES_MAX: Final = 1 << 28
 BAD_LINES_SHOWN_MAX: Final = 5
 
-_PAGES: Final = {REPLAY: replay_page, POLICIES: policies_page, SOAK: soak_page}
+_PAGES: Final = {FORMAT: replay_page, curves.REPORT: policies_page, SOAK: soak_page}
 """What draws a JSON report, by what it says that it is."""
 
 _CAN_DRAW: Final = (

@@ -15,7 +15,6 @@ from kvtier.tools.report.page import REST, PageTable, Panel, ReportPage, Series,
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-POLICIES: Final = "kvtier replay --policies"
 ENDLESS: Final = "an endless cache"
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvtier.tools.replay import report_tables
-from kvtier.tools.replay.report import FORMAT, problems_in
+from kvtier.tools.replay.report import problems_in
 from kvtier.tools.report.axis import BINS_MAX, elapsed_axis, lasted
 from kvtier.tools.report.page import REST, PageTable, Panel, ReportPage, Series, percent, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-REPLAY: Final = FORMAT
 
 
 class _Tier(msgspec.Struct):
