@@ -28,6 +28,7 @@ from kvtier.settings.plugins import HOSTED, NOT_YET
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
 from kvtier.testing import BACKEND_CHECKS, BackendCheck
 from kvtier_backends.disk.log.regions import REGION_TABLE
+from tests.support.docs_scripts import docs_script
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -236,11 +237,6 @@ def test_vllms_tier_types_that_are_not_ours_are_named() -> None:
 
 def test_state_tables_are_drawn_from_the_code() -> None:
     """The pages hold marks, and each mark names a table that exists."""
-    spec = importlib.util.spec_from_file_location("draw_states", DOCS / "draw_states.py")
-    assert spec is not None
-    assert spec.loader is not None
-    drawing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(drawing)
     tables: dict[str, list[Mapping[tuple[IntEnum, IntEnum], IntEnum]]] = {
         "explanation/architecture.md": [
             SLOT_TABLE,
@@ -250,7 +246,7 @@ def test_state_tables_are_drawn_from_the_code() -> None:
         "reference/disk-format.md": [REGION_TABLE],
     }
     for page, on_page in tables.items():
-        drawn = drawing.on_page_markdown((DOCS / page).read_text())
+        drawn = docs_script("draw_states").on_page_markdown((DOCS / page).read_text())
         assert "<!-- states:" not in drawn
         for table in on_page:
             for (state, event), to in table.items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 import pkgutil
 import re
@@ -29,6 +28,7 @@ from kvtier.settings.extra_config import read_settings
 from kvtier.settings.plugins import BACKENDS, backend_class
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
 from kvtier.tools.cli.main import COMMANDS, make_app
+from tests.support.docs_scripts import docs_script
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -46,19 +46,9 @@ PUBLIC = [
 ]
 
 
-def hook(name: str) -> ModuleType:
-    """Import a hook of the docs, which are no package."""
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def made(page: str, by: str) -> str:
     """Return a page as mkdocs hands it on."""
-    text: str = hook(by).on_page_markdown((DOCS / "reference" / page).read_text())
+    text: str = docs_script(by).on_page_markdown((DOCS / "reference" / page).read_text())
     assert "<!--" not in text
     return text
 
@@ -140,7 +130,7 @@ def test_the_python_api_is_what_third_parties_may_import_and_no_more() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_says_what_it_is(name: str) -> None:
     """An entry of the page without a text would only repeat the name."""
-    text = hook("write_python_api").module(name)
+    text = docs_script("write_python_api").module(name)
     bare = re.findall(
         r"^### (.*?) \{.*\}\n\n```python\n[^`]*```\n\n(?=#|\Z)", f"{text}\n\n", re.MULTILINE
     )
@@ -199,14 +189,14 @@ def test_every_option_has_a_row_with_its_bounds(kind: str | None) -> None:
 
 
 def test_the_tables_of_options_are_those_that_the_code_makes() -> None:
-    maker = hook("write_reference")
+    maker = docs_script("write_reference")
     for page in maker.PAGES.rglob("*.md"):
         text = page.read_text()
         assert maker.made(text) == text, f"{page} is stale: run python docs/write_reference.py"
 
 
 def test_each_promise_is_proven_in_one_layer_and_its_page_says_where() -> None:
-    maker = hook("write_promises")
+    maker = docs_script("write_promises")
     page = maker.PAGE.read_text()
     promised = re.findall(
         r"^\| (\d+) \|", page.partition("## Which test shows it")[0], re.MULTILINE
@@ -318,7 +308,7 @@ def test_every_field_of_a_configuration_is_an_option(kind: type) -> None:
 
 def test_long_names_may_break_at_their_joints_and_short_ones_and_code_blocks_stay() -> None:
     """Browsers broke keys in the midst of a word, in tables and in text."""
-    fit = hook("fit_names").on_page_content
+    fit = docs_script("fit_names").on_page_content
     long = "kvtier:tier_promotions_dropped"
     assert fit(f"<td><code>{long}</code></td>") == (
         '<td><code class="long">kvtier:<wbr>tier_<wbr>promotions_<wbr>dropped</code></td>'

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 from itertools import combinations
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,12 +18,11 @@ from kvtier.tools.monitoring.promql import narrowed, unknown_in
 from kvtier.tools.monitoring.questions import FIGURES, QUESTIONS
 from kvtier.tools.monitoring.rows import filled_in, legend, rows
 from kvtier.tools.watching.readings import FAULTS, OF_TIER
+from tests.support.docs_scripts import DOCS, docs_script
 from tests.support.needs import needs
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
-DOCS = Path(__file__).parents[3] / "docs"
+    from pathlib import Path
 
 QUERIES = {
     **{f"{row.title}: {each.title}": each.query for row in rows() for each in row.figures},
@@ -179,17 +176,6 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
 """When each alert is looked at, series of which it fires then, and series of which it does not."""
 
 
-@pytest.fixture(scope="module")
-def writer() -> ModuleType:
-    """Return the script that makes what is shipped; the docs are no package."""
-    spec = importlib.util.spec_from_file_location("writer", DOCS / "write_monitoring.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("title", QUERIES)
 def test_a_query_names_series_and_labels_that_engines_have(title: str) -> None:
     assert not unknown_in(QUERIES[title])
@@ -242,8 +228,9 @@ def test_the_page_asks_the_questions_in_their_words_and_queries() -> None:
     ] == [(each.title, [figure.query for figure in each.figures]) for each in QUESTIONS]
 
 
-def test_what_is_shipped_is_what_the_code_makes(writer: ModuleType) -> None:
+def test_what_is_shipped_is_what_the_code_makes() -> None:
     """``python docs/write_monitoring.py`` writes it."""
+    writer = docs_script("write_monitoring")
     assert DASHBOARD.read_text() == writer.made_dashboard()
     assert RULES.read_text() == writer.made_rules()
     page = writer.PAGE.read_text()
@@ -324,17 +311,18 @@ def test_records_are_figures_of_the_page() -> None:
     assert set(RECORDED.values()) <= FIGURES.keys()
 
 
+def promtool(*arguments: str | Path) -> str:
+    """Return what it prints, once it has found nothing wrong."""
+    ended = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
 @needs("prometheus")
 @pytest.mark.long  # Prometheus is not among what the gate installs: its package starts a service
 def test_promtool_takes_the_rules() -> None:
-    checked = subprocess.run(
-        ["promtool", "check", "rules", "--lint-fatal", RULES],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert f"{len(ALERTS) + len(RECORDED)} rules found" in checked.stdout
+    checked = promtool("check", "rules", "--lint-fatal", RULES)
+    assert f"{len(ALERTS) + len(RECORDED)} rules found" in checked
 
 
 @needs("prometheus")
@@ -362,13 +350,7 @@ def test_an_alert_fires_beyond_its_threshold_and_not_below(name: str, tmp_path: 
         for given in both
     ]
     (tmp_path / "test.yaml").write_text(json.dumps({"rule_files": [str(RULES)], "tests": groups}))
-    tested = subprocess.run(
-        ["promtool", "test", "rules", tmp_path / "test.yaml"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert tested.returncode == 0, tested.stdout + tested.stderr
+    promtool("test", "rules", tmp_path / "test.yaml")
 
 
 def _with_labels(series: str) -> str:
