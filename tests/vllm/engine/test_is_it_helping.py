@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S
-from tests.vllm.support.children import child_environment
+from tests.vllm.support.children import run_program
 
 ROOT = Path(__file__).parents[3]
 ANSWER = re.compile(r"(?<=^```text\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
@@ -23,17 +21,7 @@ def test_every_query_is_answered_and_nothing_else_of_the_page_changes(tmp_path: 
     page = (ROOT / "docs/how-to/is-it-helping.md").read_text()
     copy = tmp_path / "page.md"
     copy.write_text(ANSWER.sub("", page))
-    ended = subprocess.run(
-        [sys.executable, "-m", "docs.write_is_it_helping", copy],
-        cwd=ROOT,
-        env=child_environment({}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=2 * PATIENCE_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout[-6000:]
+    run_program("-m", "docs.write_is_it_helping", copy, timeout_s=2 * PATIENCE_S)
     answers = ANSWER.findall(copy.read_text())
     assert len(answers) == page.count("```promql\n")
     assert all(answers)

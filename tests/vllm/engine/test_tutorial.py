@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,9 +18,8 @@ from typing import Any, ClassVar
 import pytest
 
 from kvtier.settings.extra_config import read_settings
-from tests.support.patience import PATIENCE_S
 from tests.vllm.engine.test_engine_disk import config_of
-from tests.vllm.support.children import child_environment, start_scenario
+from tests.vllm.support.children import run_program, start_scenario
 from tests.vllm.support.engine import CONNECTOR
 from tests.vllm.support.models import make_llama
 
@@ -78,18 +75,7 @@ def environment_of(home: Path) -> dict[str, str]:
 
 def run(script: Path, home: Path) -> list[str]:
     """Run the script as a reader does; return the lines that it prints."""
-    ended = subprocess.run(
-        [sys.executable, script],
-        env=child_environment(environment_of(home)),
-        cwd=script.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout[-6000:]
-    return ended.stdout.splitlines()
+    return run_program(script, folder=script.parent, environment=environment_of(home)).splitlines()
 
 
 def play(script: str) -> None:

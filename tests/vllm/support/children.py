@@ -170,6 +170,27 @@ def _scenario_server() -> subprocess.Popen[str]:
     )
 
 
+def run_program(
+    *arguments: str | Path,
+    folder: Path = _ROOT,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = PATIENCE_S,
+) -> str:
+    """Have Python run a program that starts vLLM; return what it prints, once it has ended well."""
+    ended = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=child_environment(environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-LOG_TAIL_CHARACTERS:]
+    return ended.stdout
+
+
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a child that runs vLLM."""
     inherited = os.environ.get("PYTHONPATH", "")
