@@ -31,7 +31,7 @@ from kvtier.tools.demo.engine import (
     start_engine,
 )
 from kvtier.tools.monitoring.questions import FIGURES
-from stress.monitored.prometheus import PAGE, prometheus
+from stress.monitored.prometheus import ENVIRONMENT, PAGE, prometheus
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -41,11 +41,6 @@ ANSWERED: Final = re.compile(
     rf"(^{QUERY})(.*?)(^```\n\n```text\n).*?(^```$)", re.MULTILINE | re.DOTALL
 )
 PROMPTS, PROMPT_TOKENS, REQUESTS = 40, 1000, 300
-ENVIRONMENT: Final = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that this process has the metrics
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 
 def start(folder: Path) -> LLM:

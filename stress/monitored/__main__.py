@@ -27,7 +27,7 @@ from prometheus_client import start_http_server
 from kvtier.tools.monitoring.alerts import ALERTS, RECORDED, rules
 from kvtier.tools.monitoring.rows import filled_in, rows
 from stress.engine.small_disk import small_disk
-from stress.monitored.prometheus import SCRAPE_S, Prometheus, faster, prometheus
+from stress.monitored.prometheus import ENVIRONMENT, SCRAPE_S, Prometheus, faster, prometheus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,11 +47,6 @@ OVER_S: Final = 300.0
 QUIET_S: Final = 10.0
 WINDOW: Final = "1h"
 POINTS: Final = 200
-ENVIRONMENT: Final = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that this process has the metrics
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 OFFLOADING_OF_OTHERS: Final = {
     # vLLM's examples/observability/dashboards/grafana/vllm_kv_cache.json, row "KV offloading"

@@ -20,6 +20,13 @@ SCRAPE_S: Final = 1.0
 PATIENCE_S: Final = 60.0
 TARGET: Final = "vllm.example:8000"
 PAGE: Final = Path(__file__).parents[2] / "docs/how-to/is-it-helping.md"
+ENVIRONMENT: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that this process has the metrics
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Of a process that has an engine, and shows its metrics to Prometheus."""
+
 _CONFIGURED: Final = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _DURATION: Final = re.compile(r"(?<=\[)(\d+)([smhd])(?=\])|^(\d+)([smhd])$")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
