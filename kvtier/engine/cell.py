@@ -147,10 +147,11 @@ class EngineCell:
         """Deliver messages that other threads have sent so far, and all that follow from them."""
         if self._arrived:
             self._pass_time()
-        self.activity += len(self._arrived)
-        for _ in range(len(self._arrived)):
-            self._ready.append(self._arrived.popleft())
-        self._deliver()
+            self.activity += len(self._arrived)
+            for _ in range(len(self._arrived)):
+                self._ready.append(self._arrived.popleft())
+        if self._ready:
+            self._deliver()
 
     def _deliver(self) -> None:
         ready = self._ready

@@ -131,11 +131,8 @@ class Runs:
     def _put(self, keys: Collection[Key], run: Run) -> None:
         run_of = self.run_of
         if self.isdisjoint(keys):
-            new = dict.fromkeys(keys)
-            if run.keys:
-                run.keys.update(new)
-            else:
-                run.keys = new
+            # Of a dict, Python copies the hashes too.
+            run.keys.update(keys if isinstance(keys, dict) else dict.fromkeys(keys))
             for key in keys:  # update() needs a dict of them first, which takes longer
                 run_of[key] = run
         else:

@@ -198,7 +198,7 @@ def _requests(options: OpsOptions) -> Iterator[tuple[Play, int]]:
     for number in range(stored):
         yield RequestPlayer.fill if number < stored - samples else RequestPlayer.store, number
     for number in random.Random(SEED).choices(range(stored), k=samples):
-        yield RequestPlayer.load_and_decode, number
+        yield partial(RequestPlayer.load, decodes=True), number
     for number in range(stored, stored + samples):
         yield partial(RequestPlayer.store, evicting=True), number
 

@@ -188,8 +188,11 @@ class RequestPlayer:
         list(manager.take_events())
         self._settle()
 
-    def load(self, first: int, count: int) -> None:
-        """Play a request all of whose blocks are in the primary tier."""
+    def load(self, first: int, count: int, *, decodes: bool = False) -> None:
+        """Play a request all of whose blocks are in the primary tier.
+
+        ``decodes``: then with steps in which no request comes, ends, loads or stores.
+        """
         watch, manager = self.watch, self._manager
         keys, context = self._request(first, count)
         watch.call(Call.NEW_REQUEST, manager.on_new_request, context)
@@ -203,23 +206,20 @@ class RequestPlayer:
 
         watch.call(Call.COMPLETE_LOAD, manager.complete_load, set(keys), context, keys=count)
         self._end_step()
+        if decodes:
+            self._quiet_steps()
         watch.call(Call.FINISHED_LOADED, manager.on_request_finished, context, keys=count)
         self._take()
         watch.end_turn(Call.WHOLE_LOADED, count)
 
-    def load_and_decode(self, first: int, count: int) -> None:
-        """Then play steps in which no request comes, ends, loads or stores."""
-        self.load(first, count)
-        started = time.perf_counter_ns()
-        self._quiet_steps()
-        self.watch.ns[Call.QUIET_STEP].append((time.perf_counter_ns() - started) / QUIET_STEPS)
-
     def _quiet_steps(self) -> None:
         manager = self._manager
+        started = time.perf_counter_ns()
         for _ in range(QUIET_STEPS):
             manager.on_schedule_end(NOTHING_NEW)
             manager.get_stats()
             list(manager.take_events())
+        self.watch.ns[Call.QUIET_STEP].append((time.perf_counter_ns() - started) / QUIET_STEPS)
 
     def ask(self, first: int, count: int) -> None:
         """Play a request whose blocks are nowhere, and which goes when its tier has said so."""

@@ -181,6 +181,8 @@ class PrimaryTier(Actor):
     def drain_events(self) -> list[Event]:
         """Return the events since the last call; LAPSED keys only if they have no slot now."""
         events = self._events.drain()
+        if not events:
+            return events  # as in most steps
         for number, event in enumerate(events):
             if event.kind is EventKind.LAPSED:
                 gone = tuple(key for key in event.keys if key not in self._slot_of)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.plugin_api.runs import hold
 from kvtier.policies.eviction.queues import QueuePolicy
 
 if TYPE_CHECKING:
@@ -27,9 +26,10 @@ class LRUPolicy(QueuePolicy):
 
     def admit(self, keys: Sequence[Key], request: RequestId, *, held: bool) -> None:
         """See ``EvictionPolicy.admit``."""
-        self._runs.put(keys, request)
+        new = dict.fromkeys(keys)  # once, for both
+        self._runs.put(new, request)
         if held:
-            hold(self._held, keys)
+            self._held.update(new)
 
     def touch(self, keys: Sequence[Key], request: RequestId) -> None:
         """See ``EvictionPolicy.touch``. A key keeps its place in its own request's run."""

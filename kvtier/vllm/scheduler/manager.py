@@ -272,7 +272,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         if place is not None and self.facade.decides_loads:
             keys = [key, *keys_behind(key, req_context, self._chunk_tokens)]
             states = self.facade.lookup_states(keys, request, place)
-            self._ahead = dict(zip(keys, map(_RESULTS.__getitem__, states), strict=False))
+            self._ahead = _results(keys, states)
             if states:
                 return
         # The first one by itself: usually it is a MISS, and there is nothing ahead.
@@ -283,7 +283,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         rest = keys_behind(key, req_context, self._chunk_tokens)
         if rest:
             states = self.facade.lookup_states(rest, request)
-            self._ahead.update(zip(rest, map(_RESULTS.__getitem__, states), strict=False))
+            self._ahead.update(_results(rest, states))
 
     def _refusal(self, state: RequestState) -> LookupResult | None:
         """Return the result of all lookups of a request that may not load in this step."""
@@ -538,6 +538,13 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             # A hung tier may still touch the slots. Without a name, the memory
             # is freed when the process ends.
             self._region.try_unlink()
+
+
+def _results(keys: Sequence[bytes], states: Sequence[BlockState]) -> dict[bytes, LookupResult]:
+    """Return the results for the first of the keys, whose states are known."""
+    if states and states.count(states[0]) == len(keys):  # usually; in a third of the time
+        return dict.fromkeys(keys, _RESULTS[states[0]])
+    return dict(zip(keys, map(_RESULTS.__getitem__, states), strict=False))
 
 
 def _stores_nothing() -> PrepareStoreOutput:

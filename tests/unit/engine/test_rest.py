@@ -44,6 +44,19 @@ def test_a_step_of_a_runtime_at_rest_delivers_nothing_for_a_while() -> None:
     assert not delivers_in_a_step(story)
 
 
+def test_the_ticks_of_a_runtime_at_rest_are_no_news() -> None:
+    """Otherwise all metrics are exported ten times a second while an engine only decodes."""
+    story, _ = story_of_a_tier()
+    assert comes_to_rest(story)
+    before, statistics = story.facade.activity, story.facade.statistics()
+    for _ in range(20):
+        story.let_pass(TICK_S)
+    assert story.facade.activity == before
+    assert story.facade.statistics() == statistics
+    story.facade.on_request_started("r")
+    assert story.facade.activity > before
+
+
 def test_what_is_asked_or_comes_ends_the_rest() -> None:
     story, (key,) = story_of_a_tier()
     assert comes_to_rest(story)
@@ -90,6 +103,16 @@ def asks(story: Story, _key: bytes) -> None:
     story.facade.step_end()
 
 
+def test_what_ends_in_time_is_news() -> None:
+    story, (key,) = story_of_a_tier(slots=12, lease_timeout_s=5.0)
+    leases(story, key)
+    assert not comes_to_rest(story)
+    before, statistics = story.facade.activity, story.facade.statistics()
+    story.let_pass(5.0)
+    assert story.facade.statistics() != statistics
+    assert story.facade.activity > before
+
+
 @pytest.mark.parametrize("begin", [puts_off, pauses, promote, leases, asks, cascade])
 def test_there_is_no_rest_while_time_matters(begin: Callable[[Story, object], None]) -> None:
     """Not while a tier is asked, loads or stores; is to be tried again; or a lease may run out."""
@@ -97,3 +120,6 @@ def test_there_is_no_rest_while_time_matters(begin: Callable[[Story, object], No
     assert comes_to_rest(story)
     begin(story, keys_of(2, b"s") if begin is cascade else key)
     assert not comes_to_rest(story)
+    before = story.facade.activity
+    story.let_pass(TICK_S)
+    assert story.facade.activity > before
