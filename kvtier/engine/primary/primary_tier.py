@@ -464,12 +464,14 @@ class PrimaryTier(Actor):
 
     def _end_reservations(self, name: RequestId, request: Request) -> None:
         """End all reservations for a request that no longer waits."""
-        self._fill_failed(*self.promotions.call_off(name))
+        if self.promotions.has_unsent:
+            self._fill_failed(*self.promotions.call_off(name))
         tiers = self.promotions.tiers_asked_for(name)
         unwanted = self._directory.stop_waiting(name)
         for tier in range(len(self.links)) if unwanted else tiers:
             self.links[tier].post(m.Withdraw(name, unwanted))
-        self._end_leases(name)
+        if self.slots.leased:
+            self._end_leases(name)
         self._lookups.end_wait(request)
         request.end_reservation()
 

@@ -124,6 +124,11 @@ class Promotions:
         unsent, self._unsent = self._unsent, {}
         return unsent
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether any promotion is to be sent at the end of the step."""
+        return bool(self._unsent)
+
     def unsent_counts(self) -> dict[int, int]:
         """Return how many blocks each tier will be asked to load at the end of the step."""
         counts: dict[int, int] = {}
