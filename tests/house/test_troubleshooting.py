@@ -19,7 +19,9 @@ def first_cells(title: str) -> list[str]:
     """Return what stands in code type in the first column of the tables below a heading."""
     text = PAGE.read_text().partition(f"\n## {title}\n")[2]
     assert text, f"no heading {title}"
-    cells = re.findall(r"^\| ([^|]*) \|", re.split(r"^## ", text, flags=re.MULTILINE)[0], re.MULTILINE)
+    cells = re.findall(
+        r"^\| ([^|]*) \|", re.split(r"^## ", text, flags=re.MULTILINE)[0], re.MULTILINE
+    )
     return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
 
 
