@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.sizes import read_bytes
 from kvtier.tools.checking.engine_arguments import EngineArguments
-from kvtier.tools.cli.options import File, Json
+from kvtier.tools.cli.options import HYPHEN, File, Json
 
 REFUSED: Final = 1
 """The exit status if an engine would not start."""
@@ -24,7 +24,7 @@ _YAML: Final = re.compile(rb"(?:\s|#.*|---)*[\w-]+:\s")
 
 
 def check(
-    file: Annotated[File, Parameter(allow_leading_hyphen=True)],
+    file: Annotated[File, HYPHEN],
     /,
     *,
     block_bytes: Annotated[str | None, Parameter(metavar="SIZE")] = None,

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.sizes import read_bytes
 from kvtier.tools.cli.check import mapping_in, read_config
-from kvtier.tools.cli.options import File, Json
+from kvtier.tools.cli.options import HYPHEN, File, Json
 from kvtier.tools.doctor.subject import DoctorArguments
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _ADDRESS: Final = re.compile(r"https?://.+|[^/\s{}]+:\d+(/\S*)?")
 
 
 def doctor(
-    *targets: Annotated[File, Parameter(allow_leading_hyphen=True, metavar="TARGET")],
+    *targets: Annotated[File, HYPHEN, Parameter(metavar="TARGET")],
     block_bytes: Annotated[str | None, Parameter(metavar="SIZE")] = None,
     probe: bool = False,
     engine: DoctorArguments = DoctorArguments(),

@@ -24,11 +24,21 @@ def _shown_default(value: object) -> str | None:
 DEFAULTS: Final = Parameter(negative=(), show_default=_shown_default, allow_repeating=True)
 """Of every option: a flag has no opposite, since all are off by default; the last value counts."""
 
+
+def _check_is_no_option(_: object, name: object) -> None:
+    """Raise ``ValueError`` for an option that is misspelt, or stands where a file is to be."""
+    if str(name).startswith("-") and name != "-":
+        raise ValueError(f"{name} is not an option of this command.")
+
+
+HYPHEN: Final = Parameter(allow_leading_hyphen=True, validator=_check_is_no_option)
+"""Of a file that may be ``-``, for stdin or stdout."""
+
 Json = Annotated[
     File | None,
+    HYPHEN,
     Parameter(
         metavar="FILE",
-        allow_leading_hyphen=True,
         help="write all figures to FILE, as JSON; - writes them to stdout, and no tables",
     ),
 ]
@@ -36,7 +46,8 @@ Json = Annotated[
 
 JsonFile = Annotated[
     File | None,
-    Parameter(metavar="FILE", allow_leading_hyphen=True, help="write all figures to FILE, as JSON"),
+    HYPHEN,
+    Parameter(metavar="FILE", help="write all figures to FILE, as JSON"),
 ]
 """The same for the others."""
 

@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from kvtier.errors import Misuse
-from kvtier.tools.cli.options import File
+from kvtier.tools.cli.options import HYPHEN, File
 
 
 def report(
     file: File,
     /,
     *,
-    output: Annotated[File | None, Parameter(metavar="FILE", allow_leading_hyphen=True)] = None,
+    output: Annotated[File | None, HYPHEN, Parameter(metavar="FILE")] = None,
     on_bad_line: Literal["stop", "skip"] = "stop",
 ) -> None:
     """Draw what was recorded, replayed or soaked, as one HTML page that needs nothing else.

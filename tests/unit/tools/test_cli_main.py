@@ -146,6 +146,14 @@ def test_a_misspelt_command_option_or_value_is_answered_with_what_was_meant(
     assert re.search(rf"(?i)did you mean ['\"]?{meant}['\"]?\?", kvtier.refused(*words))
 
 
+@pytest.mark.parametrize(
+    "given", ["check --conect", "doctor host:1 --prob", "check kv.json --json --connect"]
+)
+def test_an_option_is_never_taken_for_a_file(given: str, kvtier: Shell) -> None:
+    """Where a file may be -, for stdin or stdout, what begins with it came through."""
+    assert f"{given.split()[-1]} is not an option of this command" in kvtier.refused(*given.split())
+
+
 CONFIG = '{"spec_name": "KVTierOffloadingSpec", "secondary_tiers": [{"type": "disk"}]}'
 
 
