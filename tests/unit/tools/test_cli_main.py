@@ -151,7 +151,8 @@ def test_a_misspelt_command_option_or_value_is_answered_with_what_was_meant(
 )
 def test_an_option_is_never_taken_for_a_file(given: str, kvtier: Shell) -> None:
     """Where a file may be -, for stdin or stdout, what begins with it came through."""
-    assert f"{given.rsplit(maxsplit=1)[-1]} is not an option of this command" in kvtier.refused(*given.split())
+    option = given.rsplit(maxsplit=1)[-1]
+    assert f"{option} is not an option of this command" in kvtier.refused(*given.split())
 
 
 CONFIG = '{"spec_name": "KVTierOffloadingSpec", "secondary_tiers": [{"type": "disk"}]}'
