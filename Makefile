@@ -57,7 +57,7 @@ unexport PYTHONPATH PYTHONHOME
 # Libraries that the system lacks: requirements/libraries.py. An empty entry would be the current folder.
 export LD_LIBRARY_PATH := $(abspath $(VENV)/libraries)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
-.PHONY: help demo test test-long dev quick quick-unit lint types unit backends conformance model \
+.PHONY: help demo test test-long dev quick quick-unit lint types unit backends package conformance model \
         counterexamples engine engine-0.32 bench engine-0.33 vllm-0.33 rig rig-0.32 rig-0.33 gpu gpu-engine docs soak \
         soak-filesystem soak-remote server bench-compression mutants vllm-tests vllm-tests-0.32 \
         vllm-tests-0.33 clean
@@ -152,7 +152,7 @@ test-long: $(VENV)/.full $(NEWER)/.made
 	seed=$${KVTIER_TEST_SEED:-$$RANDOM}; echo "KVTIER_TEST_SEED=$$seed"; \
 	KVTIER_TEST_TIMES=5 KVTIER_DISK_KILLS=500 KVTIER_SOAK_PLANTS=1 KVTIER_TEST_SEED=$$seed \
 	    $(MAKE) --no-print-directory LONG=1 unit backends PYTEST_ARGS="--hypothesis-seed=$$seed $(PYTEST_ARGS)"
-	$(MAKE) --no-print-directory -j1 LONG=1 conformance engine-0.32 bench engine-0.33 rig-0.33 model
+	$(MAKE) --no-print-directory -j1 LONG=1 package conformance engine-0.32 bench engine-0.33 rig-0.33 model
 	$(MAKE) --no-print-directory MINUTES= server
 	KVTIER_EVENT_REQUESTS=2700 KVTIER_EVENTS=100000 $(PYTEST) --timeout=0 tests/vllm/test_kv_events.py
 	$(MAKE) --no-print-directory rig MINUTES=$(or $(MINUTES),60)
@@ -185,6 +185,10 @@ unit: $(VENV)/.dev
 # They wait for servers, disks and networks that fail.
 backends: $(VENV)/.dev
 	$(PYTEST) $(GATE) tests/unit/backends
+
+# The wheel, in an environment of its own.
+package: $(VENV)/.dev
+	PIP_ARGS='$(PIP_ARGS)' $(PYTEST) $(GATE) tests/package
 
 conformance: $(VENV)/.dev
 	$(PYTEST) $(GATE) tests/conformance

@@ -52,6 +52,7 @@ PARTS: Final = (
     Part("soak-filesystem", 25, need="fuse"),
     Part("soak", 20),
     Part("soak-remote", 25),
+    Part("package", 15),
     Part("docs", 15),
 )
 

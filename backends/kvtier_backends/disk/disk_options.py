@@ -48,7 +48,7 @@ class DiskOptions:
     including `false`"""
     encryption_key_file: option.ReadApart[str | None] = None
     """a file of mode 0600 with 1 to 16 keys for AES-256-GCM, 64 hex digits each, one a line: the
-    first encrypts, all decrypt. Needs the extra [`disk-encryption`](../configuration.md#extras)"""
+    first encrypts, all decrypt. Needs the extra [`protection`](../configuration.md#extras)"""
     encryption_key_env: option.ReadApart[str | None] = None
     """the environment variable that holds them instead. Refused: both options; a key of another
     length; none, or more than 16; a file that others may read"""
