@@ -22,14 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import start_http_server
 
-from kvtier.tools.demo.engine import (
-    BLOCK_BYTES,
-    SEED,
-    generate,
-    make_model,
-    make_prompts,
-    start_engine,
-)
+from kvtier.tools.demo.engine import BLOCK_BYTES, SEED, generate, make_prompts, start_engine
+from kvtier.tools.demo.model import make_model
 from kvtier.tools.monitoring.questions import FIGURES
 from stress.monitored.prometheus import ENVIRONMENT, PAGE, prometheus
 

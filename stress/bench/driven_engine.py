@@ -18,7 +18,8 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
 from kvtier.errors import InternalError
-from kvtier.tools.demo.engine import VOCABULARY, LlamaShape, make_model, start_engine
+from kvtier.tools.demo.engine import start_engine
+from kvtier.tools.demo.model import VOCABULARY, LlamaShape, make_model
 from stress.bench.rated_tier import Rate, RatedBackend
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvtier.errors import InternalError
-from kvtier.tools.demo.engine import BLOCK_BYTES, BLOCK_TOKENS, DEMO_SHAPE
+from kvtier.tools.demo.engine import BLOCK_BYTES, BLOCK_TOKENS
+from kvtier.tools.demo.model import DEMO_SHAPE
 from kvtier.tools.held_signals import HeldSignals
 from kvtier.tools.terminal import progress, table
 from stress.bench.harness import (

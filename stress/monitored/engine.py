@@ -7,14 +7,8 @@ import time
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.tools.demo.engine import (
-    BLOCK_BYTES,
-    SEED,
-    generate,
-    make_model,
-    make_prompts,
-    start_engine,
-)
+from kvtier.tools.demo.engine import BLOCK_BYTES, SEED, generate, make_prompts, start_engine
+from kvtier.tools.demo.model import make_model
 
 if TYPE_CHECKING:
     from pathlib import Path

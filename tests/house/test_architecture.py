@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 900  #: a smell: a file is cut where its subject ends, not because it is long
 
-ENGINE_SIDE = ("kvtier/vllm/", "kvtier/tools/demo/engine")
+ENGINE_SIDE = ("kvtier/vllm/", "kvtier/tools/demo/engine", "kvtier/tools/demo/model")
 """These may import vllm and torch."""
 HEAVY = {"vllm", "torch", "transformers"}
 

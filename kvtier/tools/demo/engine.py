@@ -12,17 +12,19 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.inputs import TokensPrompt
 
+from kvtier.tools.demo.model import DEMO_SHAPE, VOCABULARY, make_model
+
 BLOCK_TOKENS: Final = 32
-LAYERS, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY = 4, 4, 2, 64, 512
 #: keys and values of one block in float32; what one block of kvtier holds
-BLOCK_BYTES: Final = 2 * LAYERS * KV_HEADS * HEAD_SIZE * BLOCK_TOKENS * 4
+BLOCK_BYTES: Final = (
+    2 * DEMO_SHAPE.layers * DEMO_SHAPE.kv_heads * DEMO_SHAPE.head_size * BLOCK_TOKENS * 4
+)
 SEED: Final = 2026
 SETTLE_TIMEOUT_S: Final = 60.0
 SAMPLING: Final = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
@@ -33,20 +35,6 @@ _COUNTERS: Final = {
     "vllm:kv_offload_tiering_write_bytes": "dram_to_tier_bytes",
     "vllm:kv_offload_tiering_read_bytes": "tier_to_dram_bytes",
 }
-
-
-class LlamaShape(NamedTuple):
-    """How large a Llama is."""
-
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    vocabulary: int
-    tokens_max: int
-
-
-DEMO_SHAPE: Final = LlamaShape(LAYERS, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY, tokens_max=4096)
 
 
 def main() -> None:
@@ -67,21 +55,6 @@ def main() -> None:
         # On a new line: what was printed before may have left its own unfinished.
         print("\n" + json.dumps({"phase": name, **figures}), flush=True)
     llm.llm_engine.engine_core.shutdown()
-
-
-def make_model(folder: Path, shape: LlamaShape = DEMO_SHAPE) -> None:
-    """Save a Llama with random weights; no download."""
-    config = LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.heads * shape.head_size,
-        intermediate_size=4 * shape.heads * shape.head_size,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.tokens_max,
-    )
-    model: Any = LlamaForCausalLM
-    model(config).save_pretrained(folder)
 
 
 def make_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
