@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -11,13 +13,34 @@ from kvtier_backends.memory import MemoryBackend
 from tests.unit.backends.disk._disk import open_disk
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.unit.tools._shell import Shell
 
 pytestmark = pytest.mark.anyio
 
+README: Final = Path(__file__).parents[3] / "README.md"
 SPEC = {"spec_name": "KVTierOffloadingSpec", "spec_module_path": "kvtier.vllm"}
+
+
+def test_the_readmes_configuration_is_sound(kvtier: Shell, tmp_path: Path) -> None:
+    """All of it but the folder and the sizes, which are another machine's."""
+    (printed,) = re.findall(
+        r"^\$ cat > kv.json <<'END'\n(.*?)^END$", README.read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert {f'"{key}": "{value}"' for key, value in SPEC.items()} <= {
+        line.strip().rstrip(",") for line in printed.splitlines()
+    }, "the two lines that differ from vLLM's tiering"
+    for written, here in {
+        "/nvme/kvtier": f"{tmp_path}/kv",
+        '"8GiB"': '"1MiB"',
+        '"200GB"': '"16MiB"',
+    }.items():
+        assert printed.count(written) == 1
+        printed = printed.replace(written, here)
+    file = tmp_path / "kv.json"
+    file.write_text(printed)
+    assert kvtier("check", file)["refused"] == []
+    file.write_text(printed.replace('"capacity_bytes"', '"capacity"'))
+    assert kvtier("check", file, status=1)["refused"], "the check would find a mistake"
 
 
 def everything_in(folder: Path) -> list[tuple[str, int, int]]:
