@@ -13,7 +13,7 @@ from kvtier.tools.cli.main import COMMANDS
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 FRONT_PAGES = sorted(path.name for path in ROOT.glob("*.md"))
-WORDS_MAX = {"README.md": 700}
+WORDS_MAX = {"README.md": 700, "CHANGELOG.md": 900}
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
