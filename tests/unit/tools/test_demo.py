@@ -1,12 +1,24 @@
-"""The demo's verdict: figures that do not bear out what it says are called so."""
+"""The demo's verdict: figures that do not bear out what it says are called so. And its model."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.tools.demo.__main__ import COLD, DRAM, PROMPT_TOKENS, PROMPTS, RESTART, table, verdict
+from kvtier.tools.demo.__main__ import (
+    COLD,
+    DRAM,
+    PROMPT_TOKENS,
+    PROMPTS,
+    RESTART,
+    save_model,
+    table,
+    verdict,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 DISK = "disk"
 BLOCK_TOKENS, BLOCK_BYTES = 32, 131_072
@@ -79,3 +91,13 @@ def test_a_hit_that_is_missing_or_from_elsewhere_is_a_problem(
     expected = phases[name][counter]
     phases[name][counter] = value
     assert verdict(phases) == [f"{name}: {counter} is {value}, expected {expected}"]
+
+
+def test_a_folder_with_something_in_it_gets_no_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is written there would replace another model's files."""
+    (tmp_path / "config.json").write_text("{}")
+    assert save_model(tmp_path) == 2
+    assert f"{tmp_path} is not an empty folder: name another one" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["config.json"]

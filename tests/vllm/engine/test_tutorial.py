@@ -3,8 +3,8 @@
 In `make test`, that it asks vLLM for what ``test_engine_disk.py`` starts: engines that find again
 what an engine before them has stored. `make test-long` runs it.
 
-Two things take the place of a download and of the reader's home: the model's name, with
-``enforce_eager`` as there is nothing to gain from compiling so small a one, and ``HOME``.
+The model is the one that the page has a reader without a GPU write, by the printed command; only
+the home is another one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from kvtier.settings.extra_config import read_settings
 from tests.vllm.engine.test_engine_disk import config_of
 from tests.vllm.support.children import run_program, start_scenario
 from tests.vllm.support.engine import CONNECTOR
-from tests.vllm.support.models import make_llama
 
 DOCS = Path(__file__).parents[3] / "docs"
 MODEL = '"Qwen/Qwen2.5-0.5B-Instruct"'
 
 
+def printed(language: str) -> list[str]:
+    """Return the page's examples of one language."""
+    page = (DOCS / "tutorial.md").read_text()
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+
+
 def printed_script() -> str:
     """Return the page's one program."""
-    page = (DOCS / "tutorial.md").read_text()
-    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    return str(script)
+    return printed("python")[0]
 
 
 def printed_document() -> str:
@@ -40,37 +43,45 @@ def printed_document() -> str:
     return str(text)
 
 
-def add_tokenizer(model: Path, text: str) -> None:
-    """Give a model a tokenizer that has a token for each word of ``text``."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def printed_for_cpus() -> str:
+    """Return the script with the line in it that the page has for machines without a GPU."""
+    _, line = printed("python")
+    text = printed_script()
+    assert text.count(f"        {MODEL},\n") == 1
+    return text.replace(f"        {MODEL},\n", line)
 
-    by_word = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words = sorted({word for word, _ in by_word.pre_tokenize_str(text * 2)})
-    special = ["<unk>", "<s>", "</s>"]
-    vocabulary = {word: number for number, word in enumerate([*special, *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = by_word
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(model)
+
+def printed_command(of: str) -> list[str]:
+    """Return the arguments of the page's one command that names a module, ``~`` and all."""
+    (line,) = re.findall(
+        rf"^\$ python (-m {re.escape(of)} .*)$", "".join(printed("console")), re.MULTILINE
+    )
+    return str(line).split()
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """Return the script as a file, with a model that is on this disk."""
-    model = make_llama(tmp_path / "model")
-    add_tokenizer(model, printed_document())
-    text = printed_script()
-    assert text.count(MODEL) == 1
+    """Return the script as a file, with the model that it names in its home."""
+    arguments = [
+        each.replace("~", str(tmp_path), 1) for each in printed_command("kvtier.tools.demo")
+    ]
+    run_program(*arguments, environment=environment_of(tmp_path))
     file = tmp_path / "first.py"
-    file.write_text(text.replace(MODEL, f"{str(model)!r}, enforce_eager=True"))
+    file.write_text(printed_for_cpus())
     return file
 
 
 def environment_of(home: Path) -> dict[str, str]:
-    return {"HOME": str(home), "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_COLOR": "0"}
+    """Return what the page has a reader set, and what makes a log that can be read."""
+    (gib,) = re.findall(
+        r"^\$ export VLLM_CPU_KVCACHE_SPACE=(\d+)$", "".join(printed("console")), re.MULTILINE
+    )
+    return {
+        "HOME": str(home),
+        "VLLM_CPU_KVCACHE_SPACE": gib,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_LOGGING_COLOR": "0",
+    }
 
 
 def run(script: Path, home: Path) -> list[str]:
