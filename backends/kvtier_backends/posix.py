@@ -92,7 +92,7 @@ def is_elsewhere(path: str, filesystem: int | None) -> bool:
 
 NOTHING_OF_OURS: Final = (
     "is on another filesystem than before, and nothing of this tier is there: was its filesystem "
-    "unmounted? Mount it again; to use what is there now, start the engine again."
+    "unmounted? Mount it again; to use the folder that is there now, restart the engine."
 )
 
 

@@ -80,7 +80,7 @@ FAULTS: Final = Definition(PREFIX + "faults", "counter", "Message handlers that 
 DROPPED: Final = Definition(
     PREFIX + "samples_dropped",
     "counter",
-    "Parts of metrics and events that were dropped, by what was wrong.",
+    "Parts of metrics and events that were dropped, by cause.",
     ("what",),
 )
 CAPACITY: Final = _gauge(CAPACITY_BYTES.name, CAPACITY_BYTES.help, "tier")

@@ -40,7 +40,7 @@ class Counts(msgspec.Struct):
 
 def _decision(outcome: str) -> Counter:
     return Counter(
-        "Decisions whether a request loads what tiers have, by outcome.",
+        "Decisions whether a request loads blocks from tiers or recomputes them, by outcome.",
         name="load_decisions",
         labels=(("outcome", outcome),),
     )
@@ -119,7 +119,7 @@ AbsenceReason: TypeAlias = Literal[
 
 def _if_larger(times: int) -> Counter:
     return Counter(
-        "Blocks computed or loaded anew that a tier several times as large would still have had.",
+        "Blocks recomputed or loaded again that a tier several times as large would have kept.",
         name="hits_if_larger",
         labels=(("times", str(times)),),
     )

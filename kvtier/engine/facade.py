@@ -290,7 +290,7 @@ class SchedulerFacade:
             missing = next((key for key in keys if key not in ready), b"")
             raise Misuse(
                 f"prepare_load for request {request!r}: block {missing.hex()} is not readable. "
-                "Call it only for keys that lookup() said True for in the same step."
+                "Call it only for keys for which lookup() returned True in the same step."
             )
         return cast("list[int]", slots)
 

@@ -74,7 +74,7 @@ processes that respond.
 
 OUT_OF_MEMORY: Final = (
     ", as the kernel does when memory runs out. A container's memory limit has to cover "
-    "cpu_bytes_to_use and the tiers' processes, beside what vLLM needs"
+    "cpu_bytes_to_use and the tiers' processes, in addition to vLLM's own memory"
 )
 """What a SIGKILL usually means in a container. The kernel tells only its own log."""
 
@@ -260,7 +260,7 @@ class TierProcess(TierHost):
             for message in channel.drain():
                 self._handle(message)
         except NoMessage as error:  # its memory is damaged, or its code is of another version
-            self._say_broke(f"sent what is no message: {error}")
+            self._say_broke(f"sent an invalid message: {error}")
             assert self._child is not None, "a message of no process"
             self._child.process.kill()
 
@@ -454,7 +454,7 @@ class _Child:
             if self.channel.is_ended:
                 raise InternalError(
                     f"secondary tier {self._tier.name}: its process, which was not ready yet, "
-                    f"{_how_it_ended(self.process)}. What it wrote is above."
+                    f"{_how_it_ended(self.process)}. Its output is above."
                 )
         raise StoreFault("was to end before its backend was made")
 

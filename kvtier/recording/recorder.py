@@ -130,7 +130,9 @@ class Recorder:
             self._dropped_full += 1
             if not self._said_full:
                 self._said_full = True
-                log.warning("requests are not recorded: writing the record is too slow (said once)")
+                log.warning(
+                    "requests are not recorded: writing the record is too slow (logged once)"
+                )
             return
         self._keys_added += key_count
         self._queue.append((record, key_count))
@@ -185,7 +187,7 @@ class Recorder:
         self._dropped_failed += count
         if not self._said_failed:
             self._said_failed = True
-            event = f"requests are not recorded: {what} (said once)"
+            event = f"requests are not recorded: {what} (logged once)"
             log.warning(event, path=self._path, error=error)
 
     def _line(self, record: Record | Happened) -> bytes:

@@ -77,7 +77,7 @@ def read_settings(
         raise options.error(
             "block_size",
             extra_config["block_size"],
-            "excludes blocks_per_chunk, which says the same in blocks. Remove one of the two",
+            "excludes blocks_per_chunk, which sets the same in blocks. Remove one of the two",
         )
     options.refuse(
         "tier_poll_interval_s",

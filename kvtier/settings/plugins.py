@@ -196,7 +196,8 @@ def _find(group: str, name: str, key: str, base: type, also: Sequence[str] = ())
         found = entry.load()
     except ImportError as missing:
         raise ConfigError(
-            f"{key}={name!r}: {entry.value!r} can't be imported ({missing}). Install what it needs."
+            f"{key}={name!r}: {entry.value!r} can't be imported ({missing}). Install its "
+            "requirements."
         ) from missing
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(

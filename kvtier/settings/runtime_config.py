@@ -116,7 +116,8 @@ class TierConfig:
             raise options.error(
                 "admission",
                 values["admission"],
-                "chooses what is written, and nothing is, with read_only. Give one of them",
+                "chooses the blocks that are written, and a read_only tier writes none. Give one "
+                "of them",
             )
         options.refuse(
             "module_path",

@@ -34,7 +34,7 @@ _OURS_TOO: Final = {
 """Options of kvtier's tiers of the same type: these are never ignored."""
 
 NOT_NEEDED: Final = {
-    "backpressure": "kvtier bounds what is in flight itself, see cascade_slots_fraction_max"
+    "backpressure": "kvtier limits the work in flight itself, see cascade_slots_fraction_max"
 }
 """Keys of vLLM's tiering, and of each of its tiers, that kvtier does without."""
 

@@ -92,7 +92,7 @@ class Bench(NamedTuple):
         loaded = await self.backend.load(
             [LoadBlock(block.key, view) for view, block in zip(views, blocks, strict=True)]
         )
-        expect(len(loaded) == len(blocks), "load must give one answer a block")
+        expect(len(loaded) == len(blocks), "load must return one outcome per block")
         return list(loaded)
 
     async def expect_kept(self, blocks: Sequence[Block], *, slot: int = 0) -> None:

@@ -96,7 +96,8 @@ async def busy_threads_counts_who_may_touch_a_buffer(make: MakeBackend) -> None:
                     threads.go_on_alone(is_touched)
                     expect(
                         said > 0 or threads.has_given_up or not is_touched(),
-                        "busy_threads said 0, and then a thread wrote to the buffer of a load that "
+                        "busy_threads returned 0, and then a thread wrote to the buffer of a load "
+                        "that "
                         "was cancelled: it must count each thread that may still touch a buffer",
                     )
                 await bench.expect_kept(blocks)  # all stopped threads run again by now

@@ -102,7 +102,9 @@ async def a_probe_tells_what_is_there(make: MakeBackend) -> None:
         await bench.keep(blocks[::2])
         found = await bench.backend.probe([block.key for block in blocks])
         wanted = [index % 2 == 0 for index in range(len(blocks))]
-        expect([bool(one) for one in found] == wanted, f"probe must say {wanted}, said {found}")
+        expect(
+            [bool(one) for one in found] == wanted, f"probe must return {wanted}, returned {found}"
+        )
 
 
 async def storing_twice_is_done(make: MakeBackend) -> None:
@@ -222,7 +224,7 @@ async def any_number_of_blocks_is_a_batch(make: MakeBackend) -> None:
         backend = bench.backend
         await bench.keep([])
         await bench.expect_kept([])
-        expect(list(await backend.probe([])) == [], "probe of nothing must say nothing")
+        expect(list(await backend.probe([])) == [], "a probe of no keys must return no answers")
         await backend.remove([])
         block = new_block()
         await bench.keep([block])
@@ -357,7 +359,7 @@ async def what_is_read_only_is_served(make: MakeBackend) -> None:
     with suppress(ConfigError):
         async with opened(make, replace(context(), read_only=True), again=True) as bench:
             found = await bench.backend.probe([block.key for block in blocks])
-            expect(all(found), "a backend that is read only must find what is there")
+            expect(all(found), "a backend that is read only must find the stored blocks")
             await bench.expect_kept(blocks)
 
 
@@ -430,7 +432,7 @@ def _expect_whole_or_absent(
 ) -> None:
     if answer.outcome is Outcome.DONE:
         bench.expect_block(block, answer, slot)
-        expect(there, "probe must find what a load finds")
+        expect(there, "probe must find each block that a load finds")
     else:
         expect(answer.outcome is Outcome.ABSENT, f"reopened: whole or absent, got {answer}")
 

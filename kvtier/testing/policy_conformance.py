@@ -201,7 +201,7 @@ def what_was_chosen_is_forgotten(make: MakePolicy) -> None:
     books.end("s", keys)
     books.unhold(chosen)
     books.choose(8)
-    expect(not books.resident, "what is left must be chosen")
+    expect(not books.resident, "the remaining keys must be chosen")
 
 
 def what_is_restored_goes_next(make: MakePolicy) -> None:

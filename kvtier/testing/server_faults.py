@@ -115,7 +115,7 @@ async def _stop(bench: Bench, server: FaultyServer, blocks: Sequence[Block]) -> 
         await _pause()
     await bench.expect_kept(blocks, slot=_LATER_SLOT)
     late = any(view != _GUARD * len(view) for view in views)
-    expect(not late, "what a server answers late must not reach a buffer that was given back")
+    expect(not late, "a late response of the server must not reach a buffer that was given back")
 
 
 async def _expect_misses(bench: Bench, blocks: Sequence[Block]) -> None:

@@ -64,7 +64,7 @@ def warn_without_positions() -> None:
     """Warn of the cost of a vLLM that doesn't publish where a request's keys end."""
     if not HAS_POSITIONS:
         log.warning(
-            "this vLLM does not tell the positions of keys: blocks are looked up one by one, "
-            "and models with several KV-cache groups are served from no tier but the primary",
+            "this vLLM does not report the positions of keys: blocks are looked up one by one, "
+            "and models with several KV-cache groups are served from the primary tier only",
             remedy=REMEDY,
         )

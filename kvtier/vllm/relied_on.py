@@ -87,7 +87,9 @@ def _check(installed: str) -> None:
     try:
         checked, found = moved()
     except Exception:  # noqa: BLE001 - a check that fails must not end the engine
-        log.warning("what kvtier relies on in this vLLM could not be checked", exc_info=True)
+        log.warning(
+            "the parts of this vLLM that kvtier relies on could not be checked", exc_info=True
+        )
         return
     log.warning(
         "kvtier is not tested with this vLLM",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stress.engine.faults import UnderWay
     from stress.engine.vllm_server import Server
 
-ASKED_FOR: Final = "to use what is there now, start the engine again"
+ASKED_FOR: Final = "to use the folder that is there now, restart the engine"
 LOOKS_S: Final = 2.0
 
 

@@ -186,11 +186,11 @@ FLAWS: Mapping[type[MemoryBackend], tuple[BackendCheck, str]] = {
     ),
     KeepsQuietAboutItsThread: (
         backend_calls.busy_threads_counts_who_may_touch_a_buffer,
-        "busy_threads said 0, and then a thread wrote to the buffer",
+        "busy_threads returned 0, and then a thread wrote to the buffer",
     ),
     ForgetsThreadsOfCancelledCalls: (
         backend_calls.busy_threads_counts_who_may_touch_a_buffer,
-        "busy_threads said 0, and then a thread wrote to the buffer",
+        "busy_threads returned 0, and then a thread wrote to the buffer",
     ),
     BlocksTheLoop: (
         backend_calls.no_call_blocks_the_event_loop,

@@ -70,7 +70,7 @@ def _report(folder: FsFolder, name: str, tier_name: str, keep_on: Callable[[], b
     digest = name.rpartition("_")[2]
     at_least = "at least " if len(sizes) == FILES_MAX else ""
     log.warning(
-        "fs tier: an older kvtier has stored blocks here whose names say too little of their "
+        "fs tier: an older kvtier has stored blocks here whose names do not identify their "
         "weights. This one does not serve them; remove them once no older engine uses them",
         tier=tier_name,
         folder=os.path.join(folder.path, name),

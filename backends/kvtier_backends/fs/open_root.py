@@ -294,7 +294,7 @@ class RootHandle:
         # First the reason: other threads raise it as soon as there is no place.
         self._why = (
             f"{why}: was its filesystem unmounted? Nothing is stored or loaded until it is back; "
-            "to use what is there now, start the engine again"
+            "to use the folder that is there now, restart the engine"
         )
         self._place = None
 

@@ -113,7 +113,7 @@ def read_options(
         raise reader.error(
             "ssd_offload_path",
             given.ssd_offload_path,
-            "has nothing to move there: the store moves what lies in this engine's segment_bytes. "
+            "has nothing to move there: the store moves blocks from this engine's segment_bytes. "
             "Set them, or remove it",
         )
     if 0 < given.segment_bytes < context.block_bytes:

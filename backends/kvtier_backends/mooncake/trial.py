@@ -53,7 +53,7 @@ def try_store(
         step = "loading it"
         _expect(client.get(parts), BODY_BYTES)
         if room != body:
-            raise StoreFault("the store has not kept what was stored")  # noqa: TRY301 - as above
+            raise StoreFault("the store did not keep the stored block")  # noqa: TRY301 - as above
         step = "removing it"
         _expect(client.remove(parts.names), 0)
     except StoreFault as problem:
@@ -75,6 +75,6 @@ def _expect(codes: list[int], wanted: int) -> None:
     if code == wanted:
         return
     if code in FULL_CODES:
-        raise StoreFault(f"nobody gives the store memory, or it is full: {told(code)}")
+        raise StoreFault(f"no process gives the store memory, or it is full: {told(code)}")
     lost = "the master does not answer: " if code in MASTER_CODES else ""
     raise StoreFault(f"{lost}{told(code)}")

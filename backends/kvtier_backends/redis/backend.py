@@ -273,7 +273,7 @@ class RedisBackend(Backend):
             return Loaded(Outcome.FAILED)
         loaded = next(decoded) if reply.kind is ReplyKind.BLOCK else Loaded(Outcome.DAMAGED)
         if loaded.outcome is Outcome.DAMAGED:
-            reason = "it is not what was stored under this name"
+            reason = "its bytes are not those stored under this name"
             self._incidents.report("load", "blocks_damaged", reason, path=fetch.name.decode())
         return loaded
 

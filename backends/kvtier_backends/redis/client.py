@@ -204,7 +204,7 @@ def _refused(
     told = ""
     if credentials is not None and credentials.source and name == "AuthenticationError":
         credentials.on_refused()
-        told = f" ({credentials.source} has what was refused)"
+        told = f" ({credentials.source} still has the refused ones)"
     refused = ServerRefused(f"{address}: {name}: {problem}{told}")
     refused.kind = name if name != "ResponseError" else str(problem).partition(" ")[0]
     return refused

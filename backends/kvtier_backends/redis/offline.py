@@ -61,7 +61,8 @@ class RedisStorage(ServerStorage):
     def refuse_selection(self, selection: Selection) -> None:
         if selection.before_s is not None:
             raise ConfigError(
-                "--older-than: these servers do not say how old a block is. Give the tier ttl_s, "
+                "--older-than: these servers do not report the age of a block. Give the tier "
+                "ttl_s, "
                 "or remove a whole namespace."
             )
 

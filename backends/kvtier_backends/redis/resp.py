@@ -261,7 +261,7 @@ class RespConnection(asyncio.BufferedProtocol):
                 raise ValueError("a line is too long")
             return False
         if not self._waiting:
-            raise ValueError("nobody asked")
+            raise ValueError("a reply without a request")
         if self._read[self._start : end] == _STORED:  # the usual reply to a store
             self._start = end + len(_LINE_END)
             self._replied(_STORED_REPLY)

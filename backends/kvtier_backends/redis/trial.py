@@ -69,7 +69,7 @@ class _Trial:
             for self._step, words in steps:
                 found = await ask(*words)
                 if words[0] == "GET" and found != value:
-                    raise StoreFault(f"{address} has not kept what was stored")
+                    raise StoreFault(f"{address} did not keep the stored block")
 
     def _name_at(self, address: Address, topology: Topology) -> bytes:
         """Return a name that belongs to this server."""

@@ -94,7 +94,7 @@ class S3Backend(Backend):
         "stores_known": Counter("Blocks not sent because the bucket had them."),
         "probes_failed": Counter("Lookups that failed."),
         "removals_failed": Counter("Removals that failed."),
-        "slow_downs": Counter("Answers by which the server asked for fewer requests."),
+        "slow_downs": Counter("Responses in which the server requested a lower rate."),
     }
     medium: ClassVar[str] = "STORAGE"
     isolation: ClassVar[Isolation] = "process"

@@ -338,7 +338,7 @@ class _Profile:
             return None
         raise self._refused(
             "has neither keys nor a credential_process. Give it one: aws configure "
-            "export-credentials prints what is wanted, for single sign-on and roles, too"
+            "export-credentials prints one, for single sign-on and roles, too"
             if settings
             else "is in none of AWS's files. Set AWS_SHARED_CREDENTIALS_FILE, or name another"
         )

@@ -276,7 +276,7 @@ class SlotTable:
 
     def quarantine(self, slot: int, users: int) -> None:
         """Take the slot from its key while ``users`` may still write or read it."""
-        assert users > 0, "nobody would ever let go"
+        assert users > 0, "nothing would ever release it"
         if self.state[slot] == _FILLING:
             self._no_longer_filling(slot)
         self.state[slot] = SLOT_ABANDONED[self.state[slot]]
@@ -287,7 +287,7 @@ class SlotTable:
         users = self.quarantined.get(slot)
         if users is None:
             return False
-        assert users > 0, "somebody let go twice"
+        assert users > 0, "released twice"
         if users > 1:
             self.quarantined[slot] = users - 1
         else:

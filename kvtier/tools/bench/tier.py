@@ -190,7 +190,7 @@ class _Cleaner:
             await self._client.remove_all()
         except Exception as error:  # noqa: BLE001 - each library has its own
             log.warning(
-                "kvtier bench: what it stored could not be removed",
+                "kvtier bench: its blocks could not be removed",
                 names_contain=f"bench-{self._client.token}",
                 error=f"{type(error).__name__}: {error}",
             )

@@ -102,7 +102,7 @@ class BackendSide(CallSide):
         except TimeoutError:
             raise Misuse(
                 f"--tier: {self._backend.place} is not reached within {CONNECT_S_MAX:g} s. Start "
-                "the server, or name another. The log above says what is wrong."
+                "the server, or name another. The log above has the reason."
             ) from None
 
     async def close(self) -> None:

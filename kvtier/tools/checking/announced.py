@@ -33,7 +33,7 @@ def doubts_of_address(config: TierConfig) -> Iterator[Finding]:
         if why is not None:
             yield Finding(
                 UNREACHABLE_ADDRESS,
-                f"{key}{given} is the address that other engines are told, {why}.",
+                f"{key}{given} is the address that other engines get, {why}.",
                 f"Set {key} to an address of this host that they reach, unless all of them run on "
                 "this host.",
             )

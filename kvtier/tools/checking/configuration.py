@@ -147,9 +147,7 @@ def _check_weights(
     if not lasting:
         return
     if model is None:
-        findings.not_checked.append(
-            "whether the model's weights can be told from others: give --model"
-        )
+        findings.not_checked.append("whether the model's weights can be identified: give --model")
         return
     look = None
     if answers:
@@ -157,22 +155,21 @@ def _check_weights(
         look = BoundedCall(call, "kvtier-model-check")
     if look is None or not look.wait(wait_s or LOOK_S_MAX):
         findings.not_checked.append(
-            f"whether the model's weights can be told from others: the storage of {model} does not "
-            "answer"
+            f"whether the model's weights can be identified: the storage of {model} does not answer"
         )
         return
     reason = look.result()
     if reason is not None:
         findings.add(
             NAMELESS_WEIGHTS,
-            f"nothing tells the weights of {model} from others ({reason}): neither a restart nor "
-            f"another engine would find what {lasting} stores.",
-            "Name the weights by the key weights_version, a name for each change of them.",
+            f"the weights of {model} cannot be identified ({reason}): neither a restart nor "
+            f"another engine would find the blocks that {lasting} stores.",
+            "Name the weights by the key weights_version, with a new name for each change.",
         )
 
 
 def _why_nameless(model: str, load_format: str) -> str | None:
-    """Return why nothing tells a model's weights from others; None: something does."""
+    """Return why a model's weights cannot be identified; None: they can."""
     reason = why_out_of_sight(load_format, model)
     path = Path(model)
     if reason is None and path.is_dir():

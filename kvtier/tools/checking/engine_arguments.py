@@ -1,4 +1,4 @@
-"""What vLLM is given beside the configuration, and how large that makes a block."""
+"""vLLM's arguments beside the configuration, and how large that makes a block."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ BLOCK_TOKENS: Final = 16
 """vLLM's ``--block-size``, unless it is told otherwise, or the device wants larger ones."""
 
 
-@Parameter(name="*", group="What vLLM is given")
+@Parameter(name="*", group="vLLM's arguments")
 @dataclass(frozen=True, kw_only=True)
 class EngineArguments:
     """Arguments of vLLM, by their names there, and what ``{dp_rank}`` stands for."""
 
     model: Annotated[File | None, Parameter(metavar="MODEL")] = None
-    """finds weights that nothing tells from others; its config.json, in that folder or in the
+    """finds weights that cannot be identified; its config.json, in that folder or in the
     hub's cache, also says how large a block is"""
 
     load_format: Annotated[str, Parameter(metavar="FORMAT")] = "auto"

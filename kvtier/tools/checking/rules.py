@@ -64,7 +64,7 @@ NAMELESS_WEIGHTS: Final = _warning(
 )
 UNREACHABLE_ADDRESS: Final = _warning(
     "unreachable-address",
-    "Other engines call that address and miss; this engine's log says nothing of it.",
+    "Other engines call that address and miss; this engine's log does not show it.",
     "how-to/prefill-decode.md#when-a-peer-fails",
 )
 RELATIVE_PATH: Final = _warning(
@@ -112,8 +112,8 @@ PREFIX_CACHING_OFF: Final = _warning(
 )
 HASH_SEED_RANDOM: Final = _warning(
     "hash-seed-random",
-    "Each process hashes with a seed of its own: neither a restart nor another engine finds what "
-    "is stored.",
+    "Each process hashes with a seed of its own: neither a restart nor another engine finds the "
+    "stored blocks.",
     _SHARING,
 )
 ADMITS_NOTHING: Final = _warning(
@@ -128,7 +128,7 @@ EVENTS_UNREADABLE: Final = _warning(
 )
 VLLM_UNTESTED: Final = _warning(
     "vllm-untested",
-    "kvtier starts if that release has what it needs, but nobody has tested the two together.",
+    "kvtier starts if that release has what it needs, but the two have not been tested together.",
     "reference/vllm-releases.md#vllm-releases",
 )
 
@@ -146,7 +146,7 @@ FOLDER_IN_CONTAINER: Final = _warning(
 )
 DISK_ON_NETWORK: Final = _warning(
     "disk-on-network",
-    "A disk tier is one engine's own: over a network it is slower, and shared by nobody.",
+    "A disk tier belongs to one engine: over a network it is slower, and still not shared.",
     _FILESYSTEMS,
 )
 NO_DIRECT: Final = _warning(
@@ -166,13 +166,13 @@ FOLDER_OF_ANOTHER: Final = _warning(
 )
 OPEN_TO_PLANTING: Final = _warning(
     "open-to-planting",
-    "Who may write there can plant blocks, and so change what a model answers.",
+    "Anyone who can write there can plant blocks, and so change a model's answers.",
     _WRITERS,
 )
 LISTED_BY_ALL: Final = Rule(
     "listed-by-all",
     Severity.NOTE,
-    "All users of the host see what is there and since when; the blocks are their owner's.",
+    "All users of the host can list the files and their times; only the owner can read blocks.",
     _WRITERS,
 )
 NAMESPACES_APART: Final = Rule(
@@ -203,7 +203,7 @@ TIER_FAULTS: Final = _warning(
 )
 TOO_SMALL: Final = _warning(
     "too-small",
-    "Blocks are computed or loaded anew that a larger tier would still have had.",
+    "Blocks are recomputed or loaded again that a larger tier would have kept.",
     "how-to/is-it-helping.md#would-a-larger-disk-help",
 )
 NEVER_HIT: Final = _warning(
@@ -218,7 +218,7 @@ EVICTED_UNREAD: Final = _warning(
 )
 STORES_DROPPED: Final = _warning(
     "stores-dropped",
-    "What is not stored is computed again.",
+    "Blocks that are not stored are computed again.",
     "how-to/is-it-helping.md#what-was-not-stored-and-why",
 )
 ENGINES_APART: Final = Rule(
@@ -229,13 +229,13 @@ ENGINES_APART: Final = Rule(
 )
 OTHER_FORMATS: Final = _warning(
     "other-formats",
-    "What another version or configuration of kvtier has stored is not served, and takes room "
-    "until it is overwritten or removed.",
+    "Blocks that another version or configuration of kvtier has stored are not served, and take "
+    "room until they are overwritten or removed.",
     "reference/disk-format.md",
 )
 UNAUTHENTICATED: Final = _warning(
     "unauthenticated",
-    "Another engine has other keys, or somebody plants blocks. Each of them is a miss.",
+    "Another engine has other keys, or someone is planting blocks. Each of them is a miss.",
     "how-to/protect-shared-storage.md#engines-with-and-without-keys",
 )
 

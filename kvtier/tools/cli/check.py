@@ -109,15 +109,16 @@ def mapping_in(raw: bytes, where: str) -> dict[str, Any]:
     if isinstance(values, dict):
         return values
     raise ConfigError(
-        f"{where} holds a {type(values).__name__}: write what --kv-transfer-config gets, in braces."
+        f"{where} holds a {type(values).__name__}: write the value of --kv-transfer-config, in "
+        "braces."
     )
 
 
 def _advice(raw: bytes) -> str:
     if b"--kv-transfer-config" in raw:
-        return "Keep only what stands behind --kv-transfer-config, without the quotes around it."
+        return "Keep only the value of --kv-transfer-config, without the quotes around it."
     if _YAML.match(raw):
-        return "Write it as JSON, not YAML: what --kv-transfer-config gets."
+        return "Write the value of --kv-transfer-config as JSON, not YAML."
     return "Name a file with what --kv-transfer-config gets."
 
 

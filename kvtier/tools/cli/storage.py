@@ -42,8 +42,8 @@ def opened(
         yield storage
     except StoreFault as problem:
         raise ConfigError(
-            f"{storage.place} can't be looked at: {problem}. See to the server, or give an entry "
-            "of secondary_tiers with what it asks for."
+            f"{storage.place} can't be looked at: {problem}. Check the server, or give an entry "
+            "of secondary_tiers with the credentials that it needs."
         ) from problem
     except OSError as problem:
         raise unreadable(storage.place, problem) from problem

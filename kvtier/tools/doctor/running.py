@@ -200,8 +200,8 @@ def _foreign(engine: RunningEngine, tier: TierReading, where: str, findings: Fin
         findings.add(
             UNAUTHENTICATED,
             f"{where}: no key of the tier authenticates {unknown:,.0f} blocks.",
-            "Give all engines the same keys, those that write before them too; if they have, see "
-            "who may write there.",
+            "Give all engines the same keys, those that write before them too; if they have, "
+            "check who can write there.",
         )
     other = {
         series.label[-1]: count

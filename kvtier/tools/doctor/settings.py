@@ -152,7 +152,7 @@ def _events(subject: Subject, findings: Findings) -> None:
         )
     if not tiers and subject.tiers:
         findings.not_checked.append(
-            "whether routers are to know of tiers: enable_kv_events is a switch of each"
+            "whether routers should see the tiers: enable_kv_events is set per tier"
         )
 
 
@@ -162,8 +162,9 @@ def _mapping(text: str) -> dict[str, Any]:
         values = json.loads(text)
     except (ValueError, RecursionError) as problem:
         raise ConfigError(
-            f"--kv-events-config cannot be read as JSON ({problem}). Give what vLLM gets."
+            f"--kv-events-config cannot be read as JSON ({problem}). Pass the same value as to "
+            "vLLM."
         ) from None
     if isinstance(values, dict):
         return values
-    raise ConfigError("--kv-events-config holds no mapping. Give what vLLM gets.")
+    raise ConfigError("--kv-events-config holds no mapping. Pass the same value as to vLLM.")

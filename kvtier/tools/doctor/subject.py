@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 
 
-@Parameter(name="*", group="What vLLM is given")
+@Parameter(name="*", group="vLLM's arguments")
 @dataclass(frozen=True, kw_only=True)
 class DoctorArguments(EngineArguments):
     """Arguments of vLLM, by their names there."""

@@ -173,7 +173,7 @@ ALERTS: Final = (
         'increase({__name__=~"kvtier:.+_unauthenticated_total"}[1h]) > 0\n',
         "0s",
         "warning",
-        "give all engines the same keys; if they have them, see who may write there",
+        "give all engines the same keys; if they have them, check who can write there",
     ),
     Alert(
         "KvtierDefect",

@@ -171,7 +171,7 @@ sum by (tier) (increase(vllm:kv_offload_tiering_write_bytes_total[1d]))
         ),
     ),
     Question(
-        "How much of what is written is ever read?",
+        "How much of the written data is ever read?",
         Figure(
             "Share of stored blocks that were read, in a day",
             "percentunit",
@@ -252,7 +252,7 @@ sum by (tier, why) (
     Question(
         "Are kvtier's decisions right?",
         Figure(
-            "Time of loads, divided by what was expected",
+            "Time of loads, divided by the expected time",
             "short",
             """\
   sum by (tier) (increase(kvtier:tier_load_taken_seconds_total[1h]))
@@ -260,7 +260,7 @@ sum by (tier, why) (
 """,
         ),
         Figure(
-            "Time of prefill, divided by what was expected",
+            "Time of prefill, divided by the expected time",
             "short",
             """\
   sum(increase(kvtier:prefill_seconds_total[1h]))

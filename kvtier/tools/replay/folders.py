@@ -48,9 +48,9 @@ class Folders:
                 self._were_empty.append(path)
             elif not self._keep:
                 raise ConfigError(
-                    f"{key}={name!r} is not empty, and a replay removes what it leaves there. "
-                    "Name a folder that is empty or does not exist, or pass --keep: then what is "
-                    "there stays, and blocks that an earlier replay of this trace kept are hits."
+                    f"{key}={name!r} is not empty, and a replay removes its files at the end. "
+                    "Name a folder that is empty or does not exist, or pass --keep: then the "
+                    "contents stay, and blocks that an earlier replay of this trace kept are hits."
                 )
         except OSError as error:
             raise ConfigError(

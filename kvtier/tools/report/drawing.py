@@ -33,8 +33,8 @@ _PAGES: Final = {FORMAT: replay_page, curves.REPORT: policies_page, SOAK: soak_p
 """What draws a JSON report, by what it says that it is."""
 
 _CAN_DRAW: Final = (
-    "It has to be a record of an engine's requests (the option record), what kvtier replay --json "
-    "writes, or the report.json of a soak."
+    "It has to be a record of an engine's requests (the option record), the JSON report of kvtier "
+    "replay, or the report.json of a soak."
 )
 
 

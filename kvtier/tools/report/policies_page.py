@@ -63,7 +63,7 @@ def policies_page(figures: Mapping[str, Any], source: str) -> ReportPage:
         title=f"kvtier replay, policies: {read.trace.name}",
         summary=_summary(read, capacities, ratios),
         axis=_axis(capacities) if capacities else None,
-        panels=[Panel("Hit ratio", "of the blocks asked for, by capacity", series, shown=percent)],
+        panels=[Panel("Hit ratio", "of the requested blocks, by capacity", series, shown=percent)],
         tables=[_table(read, capacities, ratios)],
         source=source,
         verdict="" if read.complete else "warned",
@@ -103,7 +103,7 @@ def _summary(
         )
     sentences.append(
         f"A cache that never evicts would hit {percent(read.endless_hit_ratio)} of the "
-        f"{read.trace.references:,} blocks asked for. {MIN} knows the future: no policy hits more."
+        f"{read.trace.references:,} requested blocks. {MIN} knows the future: no policy hits more."
     )
     if not read.complete:
         sentences.append("The run was stopped: not all was compared.")

@@ -155,7 +155,7 @@ def _panels(replay: Replay, bins: Sequence[Sequence[_Interval]], bin_s: float) -
     return [
         Panel(
             "Where prompts' blocks came from",
-            f"of the blocks asked for; a point is {lasted(bin_s)}",
+            f"of the requested blocks; a point is {lasted(bin_s)}",
             [
                 *(Series(name, hits(at)) for at, name in enumerate(tiers)),
                 Series(others, missed, REST),

@@ -270,7 +270,9 @@ class _Model:
             raise ConfigError(f"{field} has no name for each of {count} layers.")
         for kind in kinds:
             if not isinstance(kind, str) or not NAME.fullmatch(kind):
-                raise ConfigError(f"{field} holds what is no name of a kind of layer.")
+                raise ConfigError(
+                    f"{field} contains a value that is not the name of a kind of layer."
+                )
         return kinds
 
     def _notes(self, keeping: Counter[str]) -> list[str]:

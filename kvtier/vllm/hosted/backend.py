@@ -152,7 +152,8 @@ class HostedBackend(Backend):
             view.release()
             raise ConfigError(
                 f"{where}: vLLM can't build its tier {tier['type']!r} ({type(error).__name__}: "
-                f"{error}). Mend what is in tier, install what it needs, or remove the tier."
+                f"{error}). Correct the entry in tier, install its requirements, or remove the "
+                "tier."
             ) from error
         engine.labels_of[context.tier_name] = info_of(built, context.tier_name)
         request_scoped = given.request_scoped or serves_peers(found)

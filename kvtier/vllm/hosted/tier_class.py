@@ -39,8 +39,8 @@ def class_of(tier: Mapping[str, Any], where: str) -> type[SecondaryTierManager]:
         found: type[SecondaryTierManager] = SecondaryTierFactory.get_tier_class(dict(tier))
     except (ImportError, AttributeError, AssertionError, ValueError) as error:
         raise ConfigError(
-            f"{options.where}: type={kind!r} can't be loaded ({error}). Install what it needs, or "
-            "mend type and module_path."
+            f"{options.where}: type={kind!r} can't be loaded ({error}). Install its requirements, "
+            "or correct type and module_path."
         ) from error
     if kind == P2P:
         _check_nixl(options)
@@ -80,7 +80,7 @@ def info_of(tier: SecondaryTierManager, name: str) -> Mapping[str, Any]:
     try:
         return {} if info is None else dict(info())
     except Exception:  # noqa: BLE001 - a tier is anybody's code, and labels are worth no refusal
-        log.warning("a tier of vLLM's told no labels of itself", tier=name, exc_info=True)
+        log.warning("a tier of vLLM's reported no labels", tier=name, exc_info=True)
         return {}
 
 

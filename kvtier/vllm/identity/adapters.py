@@ -120,12 +120,12 @@ class Adapters:
         if (request.lora_path, now) not in self._said:
             self._said.add((request.lora_path, now))
             log.warning(
-                "nothing tells what this LoRA adapter holds: its requests find nothing of one "
-                "another. Load it in place (load_inplace), or from another path, after its files "
+                "the contents of this LoRA adapter cannot be identified: its requests share no "
+                "blocks. Load it in place (load_inplace), or from another path, after its files "
                 "have changed"
                 if not is_same
-                else "this LoRA adapter's files can't be read: its requests find nothing of one "
-                "another. Load it from a folder of this host",
+                else "this LoRA adapter's files can't be read: its requests share no blocks. Load "
+                "it from a folder of this host",
                 adapter=request.lora_name,
                 path=request.lora_path,
             )

@@ -79,7 +79,7 @@ def worker_report(vllm_config: Any, pages: Pages | None) -> dict[str, Any]:  # n
     the model's files (``weights_of``).
     """
     if pages is None:
-        raise InternalError("vLLM's connector has not said how it lays out the KV caches")
+        raise InternalError("vLLM's connector has not reported the layout of the KV caches")
     began_s = time.monotonic()
     weights = weights_of(vllm_config.model_config, vllm_config.load_config)
     draft, draft_weights = _draft_of(vllm_config, weights)

@@ -47,9 +47,9 @@ def apart_if_unknown(config: RuntimeConfig, facts: Mapping[str, Any]) -> Runtime
     tiers = lasting_tiers(config.tiers)
     if tiers:
         log.warning(
-            "nothing tells this model's weights from others: neither a restart nor another engine "
-            "will find what these tiers store. Name the weights by the key weights_version, a "
-            "name for each change of them",
+            "this model's weights cannot be identified: neither a restart nor another engine will "
+            "find the blocks that these tiers store. Name the weights by the key weights_version, "
+            "with a new name for each change",
             tiers=", ".join(tiers),
             reason=reason,
         )

@@ -58,7 +58,7 @@ def _weights_at(source: str, model: Any) -> Weights:  # noqa: ANN401 - vLLM has 
         return _in_files(path)
     commit = _commit_of(model)
     if commit is None:
-        return _unknown(f"nothing says of which commit {source} is")
+        return _unknown(f"the commit of {source} is unknown")
     return Weights({"commit": commit}, {})
 
 
@@ -77,7 +77,7 @@ def _with_other_models(own: Weights, config: Any) -> Weights:  # noqa: ANN401 - 
         if not isinstance(other, str):
             continue
         # vLLM loads the hub's current commit.
-        found = _unknown(f"nothing says of which commit {name} {other} is")
+        found = _unknown(f"the commit of {name} {other} is unknown")
         if Path(other).exists():
             found = _in_files(Path(other))
         if "unknown" in found.facts:

@@ -41,8 +41,8 @@ def group_kinds(spec: OffloadingSpec) -> Mapping[bytes, GroupKind]:
         return known
     if len(spec.config.groups) > 1:
         log.warning(
-            "this vLLM does not tell which layers look back a limited way: blocks of models that "
-            "have such layers may be found in no tier but the primary",
+            "this vLLM does not report which layers have a limited attention window: blocks of "
+            "models with such layers may be found in the primary tier only",
             remedy=REMEDY,
         )
     return {_name(group.group_id): GroupKind() for group in spec.config.groups}

@@ -209,8 +209,8 @@ class HostRegion:
             raise ConfigError(
                 f"engine_id={self._engine_id!r}: {self.path} has {size} bytes, and "
                 f"rank {self.rank} needs {self._total_bytes} ({self.slot_count} rows of "
-                f"{self.row_bytes}, cpu_bytes_to_use={self._memory.value!r}): somebody else "
-                f"with this engine_id wants another size. {SAME_ENGINE_ID}"
+                f"{self.row_bytes}, cpu_bytes_to_use={self._memory.value!r}): another engine with "
+                f"this engine_id needs another size. {SAME_ENGINE_ID}"
             )
 
     def _populate(self, world_size: int) -> None:
@@ -307,8 +307,8 @@ def _has_no_writer(path: Path, fd: int) -> bool:
         return False
     except OSError as error:
         log.warning(
-            "shared memory of vLLM's may be left by an engine that died, and the kernel does not "
-            "tell whether one uses it",
+            "shared memory of vLLM's may be left over from an engine that died; the kernel cannot "
+            "tell whether it is in use",
             file=str(path),
             error=str(error),
             remedy="if no engine of vLLM's runs on this host, remove the file",

@@ -436,7 +436,7 @@ def test_a_process_that_sends_rubbish_is_killed_and_replaced(
 
     monkeypatch.setattr(Channel, "drain", rubbish)
     assert bench.host.post(wire.Probe(probe=1, keys=KEYS[:1]))  # so that something comes
-    assert "sent what is no message: truncated" in bench.next_of(wire.TierBroke).reason
+    assert "sent an invalid message: truncated" in bench.next_of(wire.TierBroke).reason
     assert isinstance(bench.next_of(wire.TierFenced), wire.TierFenced)
     assert has_ended(first)
     assert isinstance(bench.next_of(wire.TierRestarted), wire.TierRestarted)

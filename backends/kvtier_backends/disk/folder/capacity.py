@@ -110,7 +110,7 @@ def doubts(path: str, capacity_bytes: int, plan: Plan, tag_bytes: int) -> dict[s
     if capacity_bytes > disk_bytes:
         found["capacity_beyond_the_disk"] = (
             f"capacity_bytes={capacity_bytes}, and the filesystem has {disk_bytes} bytes: the tier "
-            "works with what room it finds. Lower it to what others leave"
+            "uses the space that it finds. Lower it to the space that others leave"
         )
     free, takes = free_memory_bytes(), index_bytes(path, plan, tag_bytes)
     if free is not None and takes > free * INDEX_MEMORY_FRACTION:

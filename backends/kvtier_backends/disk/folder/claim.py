@@ -235,7 +235,7 @@ def refuse_bare_mount_point(
 def not_ours(problem: NotAFile) -> str:
     """Return the refusal of a folder that has something else in place of one of our files."""
     return (
-        f"holds what no disk tier puts there: {problem.strerror}. Remove it, "
+        f"contains something that is not a disk tier's: {problem.strerror}. Remove it, "
         "or name another folder."
     )
 

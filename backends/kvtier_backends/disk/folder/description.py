@@ -41,7 +41,7 @@ def tell_of_others(tier_name: str, path: str, others_bytes: int) -> None:
     if others_bytes:
         log.info(
             "disk tier: a part of the folder holds blocks of other namespaces, which this engine "
-            "overwrites when it needs room. kvtier ls shows in what they differ",
+            "overwrites when it needs room. kvtier ls shows how they differ",
             tier=tier_name,
             path=path,
             bytes=f"{others_bytes:,}",

@@ -239,7 +239,7 @@ def _superblock_of(path: str) -> Superblock:
             ) from None
         raise FolderDamaged(
             f"{path}: its superblock is damaged or gone, so nothing in the folder is served. "
-            "An engine begins anew there; kvtier fsck --repair removes what is left."
+            "An engine starts with an empty folder there; kvtier fsck --repair removes the remains."
         ) from None
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{path} does not exist. Name the path of a disk tier.") from None

@@ -97,8 +97,8 @@ def ask_engine(
                 return _rows_of(found)
             if is_there:  # whole, since it is renamed into place, but damaged
                 raise NotAnswered(
-                    f"{path}: the answer of {user_of(path)} is damaged. kvtier ls shows what is "
-                    "left."
+                    f"{path}: the answer of {user_of(path)} is damaged. kvtier ls shows what "
+                    "remains."
                 )
             if not used:
                 return None
@@ -111,7 +111,7 @@ def ask_engine(
             if time.monotonic() > end_s + DONE_WITHIN_S_MAX:
                 raise NotAnswered(
                     f"{path}: {user_of(path)} accepted the request and has not reported in "
-                    f"{DONE_WITHIN_S_MAX:.0f} s what it did. kvtier ls shows what is left."
+                    f"{DONE_WITHIN_S_MAX:.0f} s what it did. kvtier ls shows what remains."
                 )
             waiting()
             time.sleep(_POLL_S)

@@ -263,7 +263,7 @@ def _verified(checked: Checked) -> Verified:
         ],
         problem_count=len(checked.problems),
         repaired=checked.repaired,
-        advice="--repair drops what is unsound; an engine skips it as well.",
+        advice="--repair drops unsound entries; an engine skips them as well.",
         remark=f"{checked.blocks_unverified:,} encrypted blocks were not verified: give their keys "
         "with --encryption-key-file."
         if checked.blocks_unverified

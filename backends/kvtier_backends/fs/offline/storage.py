@@ -109,7 +109,8 @@ class FsStorage(Offline):
             problems=[problem._asdict() for problem in checked.problems],
             problem_count=sum(checked.cases.values()),
             repaired=checked.repaired,
-            advice="--repair removes what is damaged; an engine removes it when it comes upon it.",
+            advice="--repair removes damaged blocks; an engine removes one when it tries to load "
+            "it.",
             is_complete=checked.is_complete,
         )
 

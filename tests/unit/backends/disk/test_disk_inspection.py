@@ -163,7 +163,7 @@ async def test_a_damaged_superblock_is_told_and_what_is_left_removed(tmp_path: P
     assert check(path, repair=True).repaired == 1
     assert not check(path).problems
     (path / "superblock").write_bytes(bytes(len(sound)))
-    with pytest.raises(FolderDamaged, match="begins anew"):
+    with pytest.raises(FolderDamaged, match="starts with an empty folder"):
         Folder(str(path))
     assert cases(folder_damaged(str(path), repair=True)) == {"folder_damaged"}
     assert [file.name for file in path.iterdir()] == ["lock"]

@@ -218,7 +218,7 @@ def test_whatever_comes_stays_in_its_slot_and_is_answered_or_lost(
         b"?\r\n",
         b"$x\r\n",
         b"+" + b"x" * SCRATCH_BYTES,
-        b"+OK\r\n+OK\r\n",  # an answer that nobody asked for
+        b"+OK\r\n+OK\r\n",  # an answer that a reply without a request for
         b"$20\r\n" + b"x" * 22,  # a block without its end
     ],
 )
