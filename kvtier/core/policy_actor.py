@@ -114,7 +114,7 @@ class PolicyActor(Actor):
     def _choose_victims(self, message: m.ChooseVictims) -> None:
         victims = tuple(self.policy.choose_victims(message.count, message.excluded))
         if any(type(key) is not bytes for key in victims):
-            raise InternalError("choose_victims returned what is no key")
+            raise InternalError("choose_victims returned something that is not a key")
         self.host.post(m.Victims(keys=victims))
 
     def _tick(self, message: wire.Tick) -> None:

@@ -54,7 +54,7 @@ class VLLMOptions:
     sync_load_budget_bytes: option.Size = 0
     """vLLM reads it, if its release has it; with Mamba layers it counts as 0"""
     secondary_tiers: option.ReadApart[tuple[Mapping[str, Any], ...]] = ()
-    """a list of tiers, asked in this order. Refused: two tiers at one place"""
+    """a list of tiers, looked up in this order. Refused: two tiers at one place"""
 
 
 def read_settings(

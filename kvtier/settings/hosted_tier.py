@@ -23,8 +23,8 @@ class HostedOptions:
     Refused: a tier that serves other engines, such as `kvcr`, but not `p2p`"""
 
     request_scoped: option.Flag = False
-    """`true`: what the tier has depends on the request. It sees the engine's own requests and their
-    `kv_transfer_params`, and none of those that have none. `p2p` does in any case"""
+    """`true`: the tier's contents depend on the request. It sees the engine's own requests and
+    their `kv_transfer_params`, and none of those that have none. `p2p` does in any case"""
 
     @classmethod
     def read(cls, options: Mapping[str, Any], where: str) -> HostedOptions:

@@ -59,7 +59,7 @@ class TierConfig:
     eviction_policy: option.Text = DEFAULT_POLICY
     """which blocks leave first, in a tier with a capacity of its own"""
     read_only: option.Flag = False
-    """load what the tier has, and write nothing to it: for a bucket, a replica or a mount that
+    """load blocks from the tier, and write nothing to it: for a bucket, a replica or a mount that
     others fill. Refused: beside `admission`"""
     admission: option.ReadApart[str] = ADMIT_ALL
     """which blocks are written to the tier"""
@@ -77,7 +77,7 @@ class TierConfig:
     """hang timeout for stores: the tier counts as hung if none completes within this time; their
     blocks stay pinned until the tier releases them"""
     start_timeout_s: Annotated[option.Seconds, Meta(le=3600.0)] = 60.0
-    """how long the storage may take to answer while the engine starts; after that it counts as
+    """how long the storage may take to respond while the engine starts; after that it counts as
     hung, see `on_unusable`"""
     startup_connect_timeout_s: Annotated[option.Seconds, Meta(le=3600.0)] = 1.0
     """how long the engine's start waits until a tier that needs a server has reached it; after that
@@ -160,7 +160,7 @@ class RuntimeConfig:
     """how many keys `store_threshold` counts"""
     tiers: tuple[TierConfig, ...] = ()  #: of the key ``secondary_tiers``
     on_reset: OnReset = "new_generation"
-    """the effect of vLLM's reset of the connector on what was stored before"""
+    """the effect of vLLM's reset of the connector on blocks that were stored before"""
     media_ids: MediaIds = "engine"
     """images, audio and video whose ids clients chose: `"engine"` keeps their blocks in this
     engine's host memory; with `"trust"` tiers get them, too"""
@@ -175,8 +175,8 @@ class RuntimeConfig:
     lease_timeout_s: option.Seconds = 60.0
     """how long promoted blocks wait for the request that wanted them"""
     wait_timeout_s: option.Seconds = 600.0
-    """how long a request waits for tiers at most, in their queues too; then it computes what has
-    not arrived, which is no failure of a tier"""
+    """how long a request waits for tiers at most, in their queues too; then it computes the
+    missing blocks, which is no failure of a tier"""
     close_timeout_s: option.Seconds = 5.0
     """how long closing waits for all tiers together"""
     job_blocks_max: Annotated[option.Integer, Meta(ge=1)] = 64

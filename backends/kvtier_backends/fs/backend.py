@@ -404,8 +404,8 @@ class FsOptions(ProtectionOptions):
     allow_unchecksummed: option.Flag | None = None
     """serve a file without a checksum (default with layout `vllm`); otherwise it is a miss"""
     capacity_bytes: Annotated[option.Size, Meta(ge=1)] | None = None
-    """what the folder may hold, in all namespaces, whoever shares it: least recently used blocks
-    are evicted. Give all engines the same. Without it, nothing is evicted"""
+    """size limit of the folder, in all namespaces and for all engines that share it: least
+    recently used blocks are evicted. Give all engines the same. Without it, nothing is evicted"""
     n_read_threads: Annotated[option.Integer, Meta(ge=1, le=1024)] = 16
     """threads that read, and as many that look blocks up"""
     n_write_threads: Annotated[option.Integer, Meta(ge=1, le=1024)] = 16

@@ -225,7 +225,7 @@ class RedisOptions(ProtectionOptions):
     """certificates (PEM) to trust besides the system's; this and the next two files are read again
     when they have changed"""
     tls_cert_file: option.ReadApart[str | None] = None
-    """the tier's own certificate (PEM), for servers that ask for one"""
+    """the tier's own certificate (PEM), for servers that require one"""
     tls_key_file: option.ReadApart[str | None] = None
     """the key of `tls_cert_file` (PEM)"""
     tls_check_hostname: option.Flag = True

@@ -84,16 +84,16 @@ class S3Options(ProtectionOptions):
     virtual_hosted_style: option.Flag = False
     """send requests to `bucket.host` instead of `host/bucket`. `s3://` only"""
     allow_http: option.Flag = False
-    """accept an `http://` endpoint: whoever is on the network can read and change blocks"""
+    """accept an `http://` endpoint: anyone on the network can read and change blocks"""
     unsigned_payload: option.Flag = False
     """leave the bodies of stores out of the signature, which saves a SHA-256 of each block; best
     with `https://`. `s3://` only"""
     requests_max: Annotated[option.Integer, Meta(ge=1, le=1024)] = 16
-    """requests at once; fewer for a while after the server asks for that"""
+    """requests at once; fewer for a while after the server requests a lower rate"""
     request_timeout_s: Annotated[option.Seconds, Meta(le=3600.0)] = 10.0
     """how long one block may take, attempts that are repeated included"""
     presence_ttl_s: option.Seconds = 600.0
-    """how long a block counts as present before the server is asked again"""
+    """how long a block counts as present before the server is queried again"""
 
 
 class Address(NamedTuple):

@@ -151,5 +151,5 @@ class OwnDescription:
     def _other(self, what: str) -> OtherNamespace:
         return OtherNamespace(
             f"{self.name} is {what}. Give this engine another {self._option}, or remove "
-            f"{self.name} if nobody needs it"
+            f"{self.name} if nothing needs it"
         )

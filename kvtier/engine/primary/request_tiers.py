@@ -158,7 +158,7 @@ class RequestTiers:
         if each is None:
             return
         each.unready += blocks
-        assert each.unready >= 0, "a block followed that nobody waited for"
+        assert each.unready >= 0, "a block followed that no request waited for"
         if each.is_over and not each.unready:
             del self._open[request]
             self._tell(wire.RequestClosed(request))

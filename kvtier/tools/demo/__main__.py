@@ -47,7 +47,7 @@ _ENGINE_ENVIRONMENT: Final = {
 def main() -> int:
     """Run the demo; 0 if everything that it shows is true."""
     parser = argparse.ArgumentParser(prog="python -m kvtier.tools.demo")
-    parser.add_argument("--tier", choices=tuple(TIERS), default="disk", help="what is shown")
+    parser.add_argument("--tier", choices=tuple(TIERS), default="disk", help="the tier to show")
     parser.add_argument(
         "--write-model",
         type=Path,

@@ -75,7 +75,7 @@ def prepare_folder(path: str, verdict: Verdict) -> tuple[Superblock, Mapping[str
     if verdict.case.name not in UNREMARKABLE:
         counts[verdict.case.name] += 1
     numbers = segment_numbers(path)
-    if verdict.case.action is Action.BEGIN_ANEW or verdict.superblock is None:
+    if verdict.case.action is Action.START_EMPTY or verdict.superblock is None:
         for number in numbers:
             counts["segments_removed"] += remove_whatever(f"{path}/{SEGMENT_NAME.format(number)}")
         superblock = new_superblock(verdict.plan)

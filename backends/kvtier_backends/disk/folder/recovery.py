@@ -52,7 +52,7 @@ class Action(Enum):
     REUSE = "reuse"  #: nothing in it is useful: overwrite it
     REUSE_LAST = "reuse last"  #: it may be useful to another engine later: overwrite it last
     SKIP = "skip"  #: go on with the next one
-    BEGIN_ANEW = "begin anew"  #: the folder becomes an empty one
+    START_EMPTY = "start empty"  #: the folder becomes an empty one
 
 
 class Case(NamedTuple):
@@ -72,10 +72,10 @@ class Case(NamedTuple):
 
 FOLDER_CASES: Final = (
     #     name                  there sound version layout
-    Case("folder_new", (NO, ANY, ANY, ANY), Action.BEGIN_ANEW),
-    Case("folder_damaged", (YES, NO, ANY, ANY), Action.BEGIN_ANEW),
-    Case("folder_other_version", (YES, YES, NO, ANY), Action.BEGIN_ANEW),
-    Case("folder_other_layout", (YES, YES, YES, NO), Action.BEGIN_ANEW),
+    Case("folder_new", (NO, ANY, ANY, ANY), Action.START_EMPTY),
+    Case("folder_damaged", (YES, NO, ANY, ANY), Action.START_EMPTY),
+    Case("folder_other_version", (YES, YES, NO, ANY), Action.START_EMPTY),
+    Case("folder_other_layout", (YES, YES, YES, NO), Action.START_EMPTY),
     Case("folder_sound", (YES, YES, YES, YES), Action.SERVE),
 )
 
