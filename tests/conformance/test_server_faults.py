@@ -228,7 +228,7 @@ async def test_a_backend_that_keeps_the_contract_passes(fault: ServerFault) -> N
     [
         (ServesFromNowhere, ServerFault.STOPPED, "no load may be DONE"),
         (SaysItHasStored, ServerFault.KILLED, "no store may be DONE"),
-        (AnswersLate, ServerFault.STOPPED, "answers late"),
+        (AnswersLate, ServerFault.STOPPED, "a late response"),
         (ForgetsThatItForgot, ServerFault.EMPTIED, "must be ABSENT"),
         (ForgetsThatItForgot, ServerFault.KILLED, "brought other bytes"),
     ],

@@ -50,7 +50,7 @@ def test_the_defaults_are_accepted() -> None:
         ({"secondary_tiers": [{"type": "fs", "module_path": "x"}]}, "module_path='x'"),
         (
             {"secondary_tiers": [{"type": "fs", "read_only": True, "admission": "second_touch"}]},
-            "admission='second_touch' chooses what is written",
+            "admission='second_touch' chooses the blocks that are written",
         ),
         (
             {"secondary_tiers": [{"type": "fs", "name": "0:primary"}]},

@@ -87,7 +87,7 @@ def test_limits_of_vllms_tiering_are_ignored_and_the_log_says_why(
     read = read_settings(config, slot_count=8, block_bytes=1, ignores=VLLMKeys(newer_vllm))
     assert [tier.options for tier in read.tiers] == [{"root_dir": "/kv"}, {}]
     log = capsys.readouterr().out
-    assert log.count("key=backpressure") == log.count("kvtier bounds what is in flight") == 3
+    assert log.count("key=backpressure") == log.count("kvtier limits the work in flight") == 3
 
 
 def test_a_key_that_nobody_knows_stays_refused(newer_vllm: str) -> None:

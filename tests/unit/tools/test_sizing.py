@@ -166,7 +166,7 @@ def test_a_number_of_ranks_that_does_not_go_with_the_heads_is_refused(tp: int) -
         (LLAMA_8B | {"hidden_size": 4095}, "no multiple of 32 heads"),
         (LLAMA_8B | {"torch_dtype": "int3"}, "dtype is unknown"),
         (LLAMA_8B | {"layer_types": ["full_attention"]}, "layer_types has no name for each"),
-        (LLAMA_8B | {"layer_types": ["\x1b[31m"] * 32}, "no name of a kind of layer"),
+        (LLAMA_8B | {"layer_types": ["\x1b[31m"] * 32}, "not the name of a kind of layer"),
         (LLAMA_8B | {"layer_types": ["mamba"] * 32}, "there is no KV cache"),
         (LLAMA_8B | {"hybrid_override_pattern": "M*"}, "no letter for each"),
         (LLAMA_8B | {"attn_layer_indices": 4}, "attn_layer_indices is no list"),
