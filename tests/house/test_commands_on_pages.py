@@ -66,10 +66,9 @@ def test_every_command_of_a_page_is_taken(*, is_part: bool) -> None:
     found = [
         (page.name, words)
         for page in PAGES
-        if page.name != "CHANGELOG.md"  # which has those that were, too
         for words in (in_text if is_part else in_blocks)(page.read_text())
     ]
-    assert len(found) > 35
+    assert len(found) > 30
     refused = [
         (page, " ".join(words), why)
         for page, words in found

@@ -197,7 +197,7 @@ def refusal_of_install(arguments: str) -> str | None:
     extras = project["optional-dependencies"]
     declared = {canonicalize_name(Requirement(each).name) for each in project["dependencies"]}
     for each in extras.values():
-        declared |= {canonicalize_name(Requirement(one).name) for one in each}
+        declared |= {canonicalize_name(Requirement(one).name) for one in each} - {"kvtier"}
     words = shlex.split(re.split(r"[;,.]? (?:with|Without|and|or|in|installs)\b", arguments)[0])
     if words[:2] == ["--no-deps", "-r"]:
         return None if (ROOT / words[2]).is_file() else "there is no such file"

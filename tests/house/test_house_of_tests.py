@@ -158,6 +158,7 @@ RUNTIMES = re.compile(r"\bkvtier\.(runtime|hosts)\b|\bopen_runtime\b")
 PATIENT = "import _patient_limits"
 MAY_HAVE_DEFAULTS = {
     "house/": "makes none",
+    "package/": "has a wheel make one, without storage",
     "rig/": "has a clock of its own",
     "support/": "is imported by those who are patient",
     "unit/engine/test_facade.py": "makes none that starts",
