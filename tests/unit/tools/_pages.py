@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
 
 from kvtier.core.metrics import primary_definitions, tier_definitions
+from tests.support.http_server import http_server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
 _KINDS = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 WORKS = ("probes", "loads", "stores")
@@ -48,13 +48,6 @@ class EnginePage:
     def observe(self, name: str, value: float, engine: str = "0", **labels: str) -> None:
         self._metrics[name].labels(engine=engine, **labels).observe(value)
 
-    @contextmanager
-    def served(self) -> Iterator[str]:
-        """Serve it until the block ends; yields host:port."""
-        server, thread = start_http_server(0, "127.0.0.1", self.registry)
-        try:
-            yield f"127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+    def served(self) -> AbstractContextManager[str]:
+        """Serve it until the block ends; its value is host:port."""
+        return http_server(MetricsHandler.factory(self.registry))

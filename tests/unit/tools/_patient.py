@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 
 from kvtier.core import metrics
@@ -13,8 +13,10 @@ from kvtier.tools.doctor import examination
 from kvtier.tools.doctor.running import CACHE_CONFIG
 from kvtier.tools.doctor.subject import DoctorArguments, Machine
 from kvtier.tools.watching.readings import OF_PRIMARY, OF_SOURCE, OF_TIER, VLLMS_HITS, VLLMS_QUERIES
+from tests.support.http_server import http_server
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import ExitStack
     from pathlib import Path
 
@@ -142,29 +144,19 @@ class Patient:
         )
 
 
-class served:  # noqa: N801 - used as a function
+@contextmanager
+def served(page: Page) -> Iterator[str]:
     """Serve a page over HTTP until the end of the block; its address is the block's value."""
+    text = str(page).encode()
 
-    def __init__(self, page: Page) -> None:
-        text = str(page).encode()
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(text)
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
 
-            def log_message(self, *_: object) -> None:
-                """Say nothing."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = Thread(target=self._server.serve_forever)
-
-    def __enter__(self) -> str:
-        self._thread.start()
-        return f"http://127.0.0.1:{self._server.server_address[1]}/metrics"
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    with http_server(Handler) as place:
+        yield f"http://{place}/metrics"
