@@ -4,61 +4,45 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
+
+from tests.vllm.support.children import start_scenario
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-LOGGING = """
-import json, os, sys
-import vllm.logger
-from vllm.config.logging import LoggingConfig
-
-for path, environment in json.loads(sys.argv[1]).items():
-    if os.fork():
-        assert os.wait()[1] == 0
-        continue
-    os.environ.update(environment)
-    written = os.open(path, os.O_WRONLY | os.O_CREAT)
-    os.dup2(written, 1)
-    os.dup2(written, 2)
-    vllm.logger.configure_logging(LoggingConfig())
-    vllm.logger.set_vllm_process_name("EngineCore")
-    import kvtier.vllm
-    from kvtier.plugin_api.log import log
-    log.info("tier is open", tier="1:disk", place="/a b", text='say "x" 100%', empty="", blocks=3)
-    log.write("warning", "tier's own", {"exception": "Traceback\\nEnd", "path": "x\\udcff"})
-    try:
-        raise OSError("it failed")
-    except OSError:
-        log.error("broke", exc_info=True)
-    os._exit(0)
-"""
 PREFIX = r"\(EngineCore pid=\d+\) {} \d\d-\d\d [\d:]+ \[.*:\d+\] "
 FIELDS = r'tier is open tier=1:disk place="/a b" text="say \\"x\\" 100%" empty="" blocks=3\n'
 
 
-def test_the_log_is_vllms_in_format_level_and_configuration(tmp_path: Path) -> None:
-    """One process for all, since importing vLLM takes most of the time."""
-    plain, errors, configured = (tmp_path / name for name in ("plain", "errors", "configured"))
-    config, own = made_configuration(tmp_path)
-    environments = {
-        plain: {},
-        errors: {"VLLM_LOGGING_LEVEL": "ERROR"},
-        configured: {"VLLM_LOGGING_CONFIG_PATH": str(config)},
-    }
-    subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            LOGGING,
-            json.dumps({str(at): env for at, env in environments.items()}),
-        ],
-        check=True,
-    )
-    said = plain.read_text()
+def logged() -> None:
+    """Log as an engine core does, whose process has begun to log by then."""
+    import vllm.logger
+    from vllm.config.logging import LoggingConfig
+
+    from kvtier.plugin_api.log import log
+
+    vllm.logger.configure_logging(LoggingConfig())
+    vllm.logger.set_vllm_process_name("EngineCore")
+    log.info("tier is open", tier="1:disk", place="/a b", text='say "x" 100%', empty="", blocks=3)
+    log.write("warning", "tier's own", {"exception": "Traceback\nEnd", "path": "x\udcff"})
+    try:
+        raise OSError("it failed")  # noqa: TRY301 - its traceback is what is wanted
+    except OSError:
+        log.error("broke", exc_info=True)
+
+
+def said_by_one(log_folder: Path, **environment: str) -> str:
+    """Return what a process says, with this in its environment."""
+    with start_scenario(logged, log_folder, environment) as child:
+        child.result()
+        return child.log()
+
+
+def test_the_log_is_vllms_in_format_level_and_configuration(
+    tmp_path: Path, log_folder: Path
+) -> None:
+    said = said_by_one(log_folder)
     assert re.search(PREFIX.format("INFO") + FIELDS, said), said
     warning = PREFIX.format("WARNING")
     assert re.search(warning + r"tier's own path=x\\udcff\n" + warning + "Traceback\n", said), said
@@ -66,12 +50,13 @@ def test_the_log_is_vllms_in_format_level_and_configuration(tmp_path: Path) -> N
     assert re.search(error + r"broke\n" + error + r"Traceback .*\n", said), said
     assert "OSError: it failed" in said
 
-    said = errors.read_text()
+    said = said_by_one(log_folder, VLLM_LOGGING_LEVEL="ERROR")
     assert "broke" in said
     assert "tier is open" not in said
     assert "tier's own" not in said
 
-    assert "broke" not in configured.read_text()
+    config, own = made_configuration(tmp_path)
+    assert "broke" not in said_by_one(log_folder, VLLM_LOGGING_CONFIG_PATH=str(config))
     lines = [json.loads(line) for line in own.read_text().splitlines()]
     ours = [line for line in lines if line["name"] == "vllm.kvtier"]
     assert [(line["levelname"], line["message"].split()[0]) for line in ours] == [
