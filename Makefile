@@ -124,7 +124,7 @@ $(LMCACHE)/.made: requirements/lmcache.txt $(VENV)/.full
 demo: $(VENV)/.engine $(VENV)/$(if $(TIER),.dev,.kvtier)
 	@$(BIN)/python -m kvtier.tools.demo $(if $(TIER),--tier $(TIER))
 
-# Its parts, two at a time: tests/support/gate.py. What takes minutes, or goes by the clock, is in `test-long`: tests
+# Its parts, three at a time: tests/support/gate.py. What takes minutes, or goes by the clock, is in `test-long`: tests
 # that are marked `long`, benchmarks, soaks with MINUTES. With CI=true from outside, a test that is left out has failed.
 # Inside it is always set: Hypothesis draws the same examples each time.
 GATE := $(if $(LONG),,-m "not long")
@@ -178,7 +178,7 @@ vllm-0.33: $(NEWER)/.made
 types: $(VENV)/.dev
 	$(BIN)/mypy $(filter-out tests,$(SOURCES))
 
-# By itself, on two cores; as a part of `make test`, whose parts run two at a time, on one.
+# By itself, on two cores; as a part of `make test`, whose parts run three at a time, on one.
 unit: $(VENV)/.dev
 	$(PYTEST) $(GATE) -n $(or $(WORKERS),2) --ignore=tests/unit/backends tests/unit tests/house
 

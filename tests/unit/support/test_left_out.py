@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from requirements.debian import Package, packages
 from tests.support import gate
 from tests.support.gate import Ended, Part, Run, left_out, table
 from tests.support.needs import NEEDS
+from tests.support.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,3 +109,20 @@ def test_parts_run_after_those_that_they_need_and_none_begins_after_one_failed(
     assert not Run(parts).play()
     assert began == ["first", "second", "bad"]
     assert "of bad\n== bad FAILED in 1 s (3 of 4 parts, about 1 s left)" in capsys.readouterr().out
+
+
+def test_as_many_parts_as_it_says_run_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No fewer, or none would pass the barrier; and no more."""
+    together = threading.Barrier(gate.AT_ONCE)
+
+    def play(_part: Part) -> Ended:
+        together.wait(PATIENCE_S)
+        return Ended(0, 1.0, "")
+
+    monkeypatch.setattr(gate, "run", play)
+    assert Run([Part(f"{number}", 1) for number in range(2 * gate.AT_ONCE)]).play()
+    lines = capsys.readouterr().out.splitlines()
+    changes = [line.endswith(" begins") - (" passed in " in line) for line in lines]
+    assert max(itertools.accumulate(changes)) == gate.AT_ONCE
