@@ -103,7 +103,7 @@ def test_the_model_reads_what_actors_say_and_not_their_private_attributes() -> N
     found = {
         (path.name, node.attr)
         for path in MODEL
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr)
         if ast.unparse(node.value) not in {"self", "super()"}
     }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from sources import missing_paths
+from sources import SHIPPED, missing_paths, tree_of
 from test_rooms import MAY_IMPORT, UNBOUND
 
 from kvtier.engine.link.circuit_breaker import BREAKER_TABLE
@@ -179,8 +179,8 @@ def printed_installs() -> list[tuple[str, str]]:
     found = []
     for path in sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("**/*.toml")}):
         found += [(path, line) for line in path.read_text().splitlines()]
-    for path in [*ROOT.glob("kvtier/**/*.py"), *ROOT.glob("backends/**/*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in SHIPPED:
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append((path, node.value))
     return [

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hypothesis import HealthCheck, settings
+from sources import tree_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,12 +65,6 @@ def name_of(path: Path) -> str:
     """Return the path below ``tests``, or that of a soak's file."""
     folder = TESTS if path.is_relative_to(TESTS) else TESTS.parent
     return path.relative_to(folder).as_posix()
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    """Return the parsed file."""
-    return ast.parse(path.read_text())
 
 
 @cache

@@ -29,9 +29,7 @@ def checks_of(tree: ast.AST) -> set[str]:
 IN_THE_ACTORS = set().union(
     *(checks_of(tree_of(path)) for name, path in MODULES.items() if name.startswith(ROOMS))
 )
-IN_THE_MODEL = set().union(
-    *(checks_of(ast.parse(path.read_text())) for path in ROOT.glob("tests/model/*.py"))
-)
+IN_THE_MODEL = set().union(*(checks_of(tree_of(path)) for path in ROOT.glob("tests/model/*.py")))
 INVARIANTS = [
     pytest.param(match.group(), id=f"{module}-{number}")
     for module, path in sorted(MODULES.items())
