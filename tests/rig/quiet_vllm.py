@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import warnings
 from pathlib import Path
 
-with warnings.catch_warnings():
-    # torch and vLLM use deprecated parts of themselves while they are imported.
-    warnings.simplefilter("ignore")
+from tests.vllm.support.importing import importing_vllm
+
+with importing_vllm():
     import vllm
 
     # As in tests/vllm/conftest.py: one release cannot read another's, and makes it anew.
@@ -21,6 +19,3 @@ with warnings.catch_warnings():
     import kvtier.vllm  # noqa: F401 - imported for that alone
 
 logging.getLogger("vllm").setLevel(logging.CRITICAL)
-# What is imported stays: without this the garbage collector walks all of it, time and again.
-gc.collect()
-gc.freeze()

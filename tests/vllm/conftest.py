@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,10 @@ import pytest
 from kvtier.plugin_api.log import log
 from tests.support.patient_limits import _patient_limits  # noqa: F401 - a fixture
 from tests.vllm.support.engine import TEST_RUN
+from tests.vllm.support.importing import importing_vllm
 from tests.vllm.support.models import make_gemma, make_llama
 
-with warnings.catch_warnings():
-    # torch and vLLM use deprecated parts of themselves while they are imported.
-    warnings.simplefilter("ignore")
+with importing_vllm():
     import vllm
 
     import kvtier.vllm.spec  # noqa: F401 - imported for that alone

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tests.support.patient_limits import patient_limits
+from tests.vllm.support.importing import importing_vllm
 from tests.vllm.support.spawning import fork_what_is_spawned
 
 if TYPE_CHECKING:
@@ -139,8 +140,8 @@ def _import_vllm() -> None:
 
 
 if __name__ == "__main__":
-    _import_vllm()
-    gc.freeze()  # a fork would copy what its collector walks through
+    with importing_vllm():
+        _import_vllm()
     if (call := serve()) is not None:
         play(call)
         end()
