@@ -16,7 +16,7 @@ from kvtier.tools.watching.readings import OF_PRIMARY, OF_SOURCE, OF_TIER, VLLMS
 from tests.support.http_server import http_server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import ExitStack
     from pathlib import Path
 
@@ -78,9 +78,10 @@ class Page:
 class Patient:
     """A sound configuration on a sound machine, until a test spoils something."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, s3_endpoint: Callable[[], str]) -> None:
         self.folder = folder
         self.stack = stack
+        self.s3_endpoint = s3_endpoint
         self.root = folder / "root"
         self.extra: dict[str, Any] = {**SPEC, "cpu_bytes_to_use": 64 * BLOCK_BYTES}
         self.tiers: list[dict[str, Any]] = [self.disk()]

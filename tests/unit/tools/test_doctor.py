@@ -13,6 +13,7 @@ import re
 import socket
 import tempfile
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -336,8 +337,8 @@ def serving(patient: Patient, *settings: str) -> RedisServer:
 
 
 def bucket(patient: Patient) -> None:
-    server = patient.stack.enter_context(moto_server())
-    patient.tiers = [{"type": "s3", **options_for(server.endpoint, "kv")}]
+    """Have an S3 tier, in a part of a bucket that is this patient's own."""
+    patient.tiers = [{"type": "s3", **options_for(patient.s3_endpoint(), patient.folder.name)}]
 
 
 def leave_namespaces(patient: Patient, *namespaces: dict[str, object]) -> None:
@@ -572,13 +573,22 @@ SOUND = (
 )
 
 
+@pytest.fixture(scope="module")
+def s3_endpoint() -> Iterator[Callable[[], str]]:
+    """Return what starts a server for all patients, when one of them asks for it."""
+    with ExitStack() as running:
+        yield cache(lambda: running.enter_context(moto_server()).endpoint)
+
+
 @pytest.fixture
-def patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Patient]:
+def patient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_endpoint: Callable[[], str]
+) -> Iterator[Patient]:
     monkeypatch.setattr(examination, "WAIT_S", PATIENCE_S)
     monkeypatch.chdir(tmp_path)
     set_credentials()
     with ExitStack() as stack:
-        yield Patient(tmp_path, stack)
+        yield Patient(tmp_path, stack, s3_endpoint)
 
 
 @pytest.mark.parametrize(
