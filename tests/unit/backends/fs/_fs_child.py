@@ -7,6 +7,8 @@ import os
 import resource
 import sys
 
+import structlog
+
 from kvtier.plugin_api.backend import Outcome
 from tests.unit.backends.fs._fs import open_fs
 
@@ -55,4 +57,5 @@ async def hit_the_file_size_limit(root: str) -> None:
 
 
 if __name__ == "__main__":
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     asyncio.run(globals()[sys.argv[1]](sys.argv[2]))
