@@ -176,7 +176,21 @@ def periodic(dice: random.Random) -> Iterator[Request]:
         yield dice.random() * 3000.0, blocks.new(dice.randint(5, 40))
 
 
+def swarm(dice: random.Random) -> Iterator[Request]:
+    """A swarm: few requests, of agents that leave three contexts of thousands of blocks midway."""
+    blocks = _Blocks()
+    contexts = [blocks.new(dice.randint(1500, 3000)) for _ in range(3)]
+    for began_s in _arrivals(dice, 0.1, 400.0):
+        shared = dice.choice(contexts)
+        at_s, left_at = began_s, dice.randint(len(shared) // 2, len(shared))
+        context = shared[:left_at] + blocks.new(dice.randint(1, 20))
+        for _step in range(1 + int(dice.expovariate(1 / 8))):
+            yield at_s, context + blocks.new(1)
+            context = context + blocks.new(_some(dice, 3, 1.0))
+            at_s += _about(dice, 6.0, 0.9)
+
+
 SHAPES: Final[Mapping[str, Shape]] = {
     each.__name__: Shape((each.__doc__ or "").rstrip("."), each)
-    for each in (agents, chats, coding, documents, moving, pairs, periodic, scans)
+    for each in (agents, chats, coding, documents, moving, pairs, periodic, scans, swarm)
 }
