@@ -69,7 +69,7 @@ def run_curves(
 
 def _row(policy: str, points: Sequence[CurvePoint], columns: int) -> list[str]:
     ratios = [f"{point.hit_ratio:.4f}" for point in points]
-    seconds = f"{sum(point.seconds for point in points):.1f}"
+    seconds = f"{sum(point.seconds for point in points):.2f}"
     return [policy, *ratios, *["-"] * (columns - len(points)), seconds]
 
 
