@@ -20,13 +20,13 @@ def keys_of(document: int, blocks: int = 40) -> list[bytes]:
 def bring(floor: Floor, documents: range) -> None:
     """Let requests bring these documents, none of which they find resident."""
     for document in documents:
-        floor.end_request(f"{document}", keys_of(document), lambda _: False, lambda _: True)
+        floor.end_request(keys_of(document), lambda _: 0, lambda _: True)
 
 
 def find(floor: Floor, documents: range) -> None:
     """Let requests use these documents, all of which they find resident."""
     for document in documents:
-        floor.end_request(f"{document}", keys_of(document), lambda _: True, lambda _: True)
+        floor.end_request(keys_of(document), len, lambda _: True)
 
 
 def test_what_lru_would_have_hit_and_is_brought_again_makes_it_ahead() -> None:
@@ -52,7 +52,7 @@ def test_what_is_stored_without_an_order_takes_its_room_under_lru_too() -> None:
     for number in range(50):
         bring(floor, range(5))
         for document in range(1000 + 20 * number, 1020 + 20 * number):
-            floor.store(keys_of(document), "no order")
+            floor.store(keys_of(document))
     assert not floor.follows_lru
 
 
@@ -158,7 +158,7 @@ def test_a_prediction_that_is_always_wrong_costs_little(monkeypatch: pytest.Monk
     documents = [max(0, number // 4 - number % 4) for number in range(1500)]
     policy, left_alone = ReusePolicy(CAPACITY), ReusePolicy(CAPACITY)
     for each in (policy, left_alone):
-        monkeypatch.setattr(each._model, "index_at", lambda ages: ages)
+        monkeypatch.setattr(each._model, "index_at", lambda _, ages: ages)
         monkeypatch.setattr(each._model, "index_of", lambda _, age: age)
     monkeypatch.setattr(left_alone._floor, "_follow", lambda **_: None)
     reachable = hits(LRUPolicy(CAPACITY), documents)

@@ -1,6 +1,6 @@
 """Tracks which blocks LRU would have kept, so that ``reuse`` does not fall far behind it.
 
-A sample of the keys, chosen by a byte of each, also goes through an ``LRUPolicy`` whose
+A sample of the keys, chosen by a byte of each, also goes through an LRU queue whose
 capacity is reduced in proportion (spatial sampling: Waldspurger et al., "Efficient MRC
 Construction with SHARDS", FAST 2015). LRU keeps whole prefixes, so a key that it keeps is a
 hit, and the sample hits as often as the whole would.
@@ -20,12 +20,12 @@ from math import exp, sqrt
 from typing import TYPE_CHECKING, Final
 
 from kvtier.plugin_api.keys import GROUP_BYTES
-from kvtier.policies.eviction.lru import LRUPolicy
+from kvtier.plugin_api.runs import Runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtier.plugin_api.keys import Key, RequestId
+    from kvtier.plugin_api.keys import Key
 
 SAMPLE_BLOCKS: Final = 512
 """The sample's capacity, if the bounds of its share allow it."""
@@ -56,7 +56,7 @@ class Floor:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._lru = LRUPolicy(self._capacity)
+        self._lru = Runs()  # a run for each request, in the order in which they ended
         self._since = 0  # sampled blocks admitted since LRU was last followed, or not
         self._while = TURNOVERS_OF_LRU
         self._lead = 0.0  # blocks that the prediction hit more than LRU
@@ -65,33 +65,27 @@ class Floor:
 
     def end_request(
         self,
-        request: RequestId,
         order: Sequence[Key],
-        was_here: Callable[[Key], bool],
+        count_found: Callable[[Sequence[Key]], int],
         is_here: Callable[[Key], bool],
     ) -> None:
-        """Learn that a request used ``order``. ``was_here``: it found that key resident."""
-        sampled = self._sample(order)
-        if not sampled:
-            return
-        lru = self._lru
-        found = [key for key in sampled if key in lru]
-        if found:
-            lru.touch(found, request)
-        self._compare(sum(map(was_here, sampled)) - len(found))
-        self._store([key for key in sampled if is_here(key)], request)
-        lru.end_request(request, sampled)
+        """Learn that a request used ``order``.
 
-    def store(self, keys: Sequence[Key], request: RequestId) -> None:
-        """Learn of resident keys that were in no order, or not resident at that time."""
-        sampled = self._sample(keys)
+        ``count_found`` returns how many keys it found resident; ``is_here``: whether one is now.
+        """
+        sampled = self._sample(order)
         if sampled:
-            self._store(sampled, request)
-            self._lru.end_request(request, sampled)
+            in_lru = self._lru.run_of
+            self._compare(count_found(sampled) - sum(map(in_lru.__contains__, sampled)))
+            self._use([key for key in sampled if key in in_lru or is_here(key)])
+
+    def store(self, keys: Sequence[Key]) -> None:
+        """Learn of resident keys that were in no order, or not resident at that time."""
+        self._use(self._sample(keys))
 
     def forget(self, keys: Sequence[Key]) -> None:
         """See ``EvictionPolicy.forget``."""
-        self._lru.forget(self._sample(keys))
+        self._lru.drop(self._sample(keys))
 
     def _sample(self, keys: Sequence[Key]) -> list[Key]:
         """Return those of the keys that are sampled. Calls with many keys matter most."""
@@ -108,15 +102,16 @@ class Floor:
             key for key in keys if key and self._chosen[key[max(0, len(key) - GROUP_BYTES - 1)]]
         ]
 
-    def _store(self, keys: list[Key], request: RequestId) -> None:
+    def _use(self, keys: Sequence[Key]) -> None:
+        """Let LRU have ``keys`` as the newest, and evict what does not fit."""
         lru = self._lru
-        new = [key for key in keys if key not in lru][: self._capacity]
-        surplus = len(lru) + len(new) - self._capacity
-        if surplus > 0:
-            lru.choose_victims(surplus, frozenset(keys))
-        lru.admit(new, request, held=False)
-        self._since += len(new)
-        kept = exp(-len(new) / (MEMORY_TURNOVERS * self._capacity))
+        before = len(lru)
+        lru.put(keys, None)
+        new = len(lru) - before
+        if len(lru) > self._capacity:
+            lru.pop(len(lru) - self._capacity, ())
+        self._since += new
+        kept = exp(-new / (MEMORY_TURNOVERS * self._capacity))
         self._lead *= kept
         self._spread *= kept
 

@@ -45,8 +45,8 @@ HAZARD_GUESS: Final = 0.05
 HAZARD_MAX: Final = 0.9
 """A product of factors may exceed a chance."""
 
-COHORTS_AT_A_TIME: Final = 128
-"""Their indices take well below a millisecond."""
+COHORTS_AT_A_TIME: Final = 64
+"""Their indices take a millisecond."""
 
 VOTES_MAX: Final = 200_000.0
 """Older votes count half whenever there are so many: slow forgetting."""
@@ -73,13 +73,8 @@ class ReuseModel:
 
     def __init__(self) -> None:
         self.cohorts = Cohorts()
-        count = self.cohorts.count
-        self._kinds = _Groups(self.cohorts.kind_of, len(self.cohorts.kinds))
-        self._traits = [
-            _Groups(list(each), self.cohorts.traits)
-            for each in zip(*self.cohorts.traits_of, strict=True)
-        ]
-        self._rows: Ints = np.arange(count)
+        self._kinds: Ints = np.array(self.cohorts.kind_of)
+        self._traits: Ints = np.array(self.cohorts.traits_of).T
         self.clear(0.0)
 
     def clear(self, now: float) -> None:
@@ -89,10 +84,10 @@ class ReuseModel:
         self._returned = array("d", bytes(8 * count * AGE_BINS))
         self._snapshot_times: list[float] = []
         self._snapshots: list[Floats] = []
-        self._index: Floats = np.zeros((count, AGE_BINS))
         self.refresh(now)
-        while self.work():
-            pass
+        # Nothing tells cohorts from one another yet.
+        self._index = np.repeat(_gittins(self._hazards[:1]), count, axis=0)
+        self._is_stale = np.zeros(count, dtype=bool)
 
     def enter(self, cohort: int) -> None:
         """Count a stretch of blocks placed in ``cohort``."""
@@ -102,29 +97,36 @@ class ReuseModel:
         """Count that ``share`` of a stretch in ``cohort`` was used again after ``gap``."""
         self._returned[cohort * AGE_BINS + age_bin(gap)] += share
 
-    def index_at(self, ages: Floats) -> Floats:
-        """Return the index of each cohort at an age of its own."""
+    def index_at(self, cohorts: Ints, ages: Floats) -> Floats:
+        """Return the index of each of ``cohorts`` at an age of its own.
+
+        If hazards have changed since, it is computed anew, for some cohorts in each call: few are
+        in use, and no call takes long.
+        """
+        self._bring_up_to_date(cohorts[self._is_stale[cohorts]][:COHORTS_AT_A_TIME])
         at = 2.0 * np.log2(np.maximum(ages / BINS_FROM, 2.0**-0.5)) + 1.0
         at = np.minimum(at, AGE_BINS - 1.001)
         bins = at.astype(np.int64)
-        part = at - bins
-        index = self._index
-        low: Floats = index[self._rows, bins]
-        low += part * (index[self._rows, bins + 1] - low)
+        low: Floats = self._index[cohorts, bins]
+        low += (at - bins) * (self._index[cohorts, bins + 1] - low)
         return low
 
     def index_of(self, cohort: int, age: float) -> float:
         """Return the index of one cohort at an age."""
+        if self._is_stale[cohort]:
+            self._bring_up_to_date(np.array([cohort]))
         at = min(2.0 * log2(max(age / BINS_FROM, 2.0**-0.5)) + 1.0, AGE_BINS - 1.001)
         low = int(at)
         index = self._index[cohort]
         return float(index[low] + (at - low) * (index[low + 1] - index[low]))
 
-    def refresh(self, now: float) -> None:
-        """Compute hazards from the counts as they are ``now``.
+    def _bring_up_to_date(self, cohorts: Ints) -> None:
+        if len(cohorts):
+            self._index[cohorts] = _gittins(self._hazards[cohorts])
+            self._is_stale[cohorts] = False
 
-        The indices follow in steps, by ``work``, so that no call takes long.
-        """
+    def refresh(self, now: float) -> None:
+        """Compute hazards from the counts as they are ``now``. Indices follow in ``index_at``."""
         entered = np.frombuffer(self._entered)
         returned = np.frombuffer(self._returned).reshape(-1, AGE_BINS)
         if entered.sum() > VOTES_MAX:
@@ -132,22 +134,11 @@ class ReuseModel:
             returned *= 0.5
             self._snapshots = [each * 0.5 for each in self._snapshots]
         self._make_snapshot(now, entered)
-        at_risk = self._at_risk(now, entered, returned)
-        hazards = self._hazards(returned, at_risk)
-        alive = np.cumprod(1.0 - hazards, axis=1) / (1.0 - hazards)
-        self._gains = alive * hazards
-        self._costs = (alive - 0.5 * self._gains) * _WIDTHS
-        self._done = 0
-
-    def work(self) -> bool:
-        """Do a part of the work that ``refresh`` left; return True if there was any."""
-        part = slice(self._done, self._done + COHORTS_AT_A_TIME)
-        gains = self._gains[part]
-        if not len(gains):
-            return False
-        self._index[part] = _gittins(gains, self._costs[part])
-        self._done = part.stop
-        return True
+        seen = np.flatnonzero(entered)  # a few dozen: no other cohort has any count
+        self._hazards = self._estimate(
+            seen, returned[seen], self._at_risk(now, seen, returned[seen])
+        )
+        self._is_stale = np.ones(len(entered), dtype=bool)
 
     def _make_snapshot(self, now: float, entered: Floats) -> None:
         self._snapshot_times.append(now)
@@ -157,73 +148,82 @@ class ReuseModel:
             del self._snapshot_times[1:older:2]
             del self._snapshots[1:older:2]
 
-    def _at_risk(self, now: float, entered: Floats, returned: Floats) -> Floats:
+    def _at_risk(self, now: float, seen: Ints, returned: Floats) -> Floats:
         """Return how many votes were seen at each age, not having returned before.
 
         A vote can have been seen at an age only if it entered that long ago.
         """
         taken_at = np.searchsorted(self._snapshot_times, now - _STARTS * BINS_FROM, side="right")
-        none = np.zeros_like(entered)
+        taken_at[0] = len(self._snapshots)
+        none = np.zeros(len(seen))
         old_enough = np.array(
-            [self._snapshots[at - 1] if at else none for at in taken_at.tolist()]
+            [self._snapshots[at - 1][seen] if at else none for at in taken_at.tolist()]
         ).T
-        old_enough[:, 0] = entered
         share = np.divide(returned, old_enough, out=np.zeros_like(returned), where=old_enough > 0.0)
         alive = np.clip(1.0 - np.cumsum(share, axis=1) + share, 0.02, 1.0)
         at_risk: Floats = np.maximum(old_enough * alive, returned)
         return at_risk
 
-    def _hazards(self, returned: Floats, at_risk: Floats) -> Floats:
+    def _estimate(self, seen: Ints, returned: Floats, at_risk: Floats) -> Floats:
+        """Return the hazards of all cohorts from the counts of those ``seen``."""
         overall = (returned.sum(axis=0) + GUESS_VOTES * HAZARD_GUESS) / (
             at_risk.sum(axis=0) + GUESS_VOTES
         )
-        of_kind = (self._kinds.sum(returned) + GUESS_VOTES * overall) / (
-            self._kinds.sum(at_risk) + GUESS_VOTES
+        kinds = self._kinds[seen]
+        of_kind = (_sum_by(kinds, returned, len(self.cohorts.kinds)) + GUESS_VOTES * overall) / (
+            _sum_by(kinds, at_risk, len(self.cohorts.kinds)) + GUESS_VOTES
         )
-        guess = of_kind[self._kinds.label_of]
-        seen = returned.sum(axis=1)
-        for _ in range(2):
-            for trait in self._traits:
-                expected = (at_risk * guess).sum(axis=1)
-                more = np.bincount(trait.label_of, seen, trait.labels) + GUESS_VOTES
-                more /= np.bincount(trait.label_of, expected, trait.labels) + GUESS_VOTES
-                guess *= more[trait.label_of][:, np.newaxis]
+        factor = np.ones(len(self._kinds))
+        came_back = returned.sum(axis=1)
+        expected = (at_risk * of_kind[kinds]).sum(axis=1)
+        labels = self.cohorts.traits
+        for trait in (*self._traits, *self._traits):
+            more = np.bincount(trait[seen], came_back, labels) + GUESS_VOTES
+            more /= np.bincount(trait[seen], expected * factor[seen], labels) + GUESS_VOTES
+            factor *= more[trait]
+        guess: Floats = of_kind[self._kinds] * factor[:, np.newaxis]
         # The first trait is the gap before, if there is one: it moves the gap after.
         gap_before = self._traits[0]
-        more = gap_before.sum(returned) + GUESS_VOTES
-        more /= gap_before.sum(at_risk * guess) + GUESS_VOTES
-        guess *= more[gap_before.label_of]
+        shift = _sum_by(gap_before[seen], returned, labels) + GUESS_VOTES
+        shift /= _sum_by(gap_before[seen], at_risk * guess[seen], labels) + GUESS_VOTES
+        guess *= shift[gap_before]
         np.minimum(guess, HAZARD_MAX, out=guess)
-        hazards: Floats = (returned + GUESS_VOTES * guess) / (at_risk + GUESS_VOTES)
-        return np.minimum(hazards, HAZARD_MAX)
+        hazards = guess
+        hazards[seen] = (returned + GUESS_VOTES * guess[seen]) / (at_risk + GUESS_VOTES)
+        return np.minimum(hazards, HAZARD_MAX, out=hazards)
 
 
-class _Groups:
-    """Sums rows of a table by their labels."""
-
-    def __init__(self, label_of: list[int], labels: int) -> None:
-        self.label_of: Ints = np.array(label_of)
-        self.labels = labels
-        self._order = np.argsort(self.label_of, kind="stable")
-        self._present, self._starts = np.unique(self.label_of[self._order], return_index=True)
-
-    def sum(self, table: Floats) -> Floats:
-        """Return the sum of the rows of each label."""
-        sums = np.zeros((self.labels, table.shape[1]))
-        sums[self._present] = np.add.reduceat(table[self._order], self._starts)
-        return sums
+def _sum_by(label_of: Ints, table: Floats, labels: int) -> Floats:
+    """Return the sum of the rows of each label."""
+    places = label_of[:, np.newaxis] * AGE_BINS + np.arange(AGE_BINS)
+    sums = np.bincount(places.ravel(), table.ravel(), labels * AGE_BINS).astype(np.float64)
+    return sums.reshape(labels, AGE_BINS)
 
 
-def _gittins(gains: Floats, costs: Floats) -> Floats:
-    """Return, for each row and bin, the best ratio of gains to costs from there on."""
-    rows = len(gains)
-    gained = np.zeros((rows, AGE_BINS + 1))
-    paid = np.zeros((rows, AGE_BINS + 1))
-    np.cumsum(gains, axis=1, out=gained[:, 1:])
-    np.cumsum(costs, axis=1, out=paid[:, 1:])
-    best = gains / costs
-    for horizon in range(2, AGE_BINS + 1):
-        ratio = gained[:, horizon:] - gained[:, :-horizon]
-        ratio /= paid[:, horizon:] - paid[:, :-horizon]
-        np.maximum(best[:, : 1 - horizon], ratio, out=best[:, : 1 - horizon])
+def gains_and_costs(hazards: Floats) -> tuple[Floats, Floats]:
+    """Return the chance to return in each bin, and the expected time in the cache there."""
+    alive = np.cumprod(1.0 - hazards, axis=1) / (1.0 - hazards)
+    gains = alive * hazards
+    return gains, (alive - 0.5 * gains) * _WIDTHS
+
+
+def _gittins(hazards: Floats) -> Floats:
+    """Return, for each row and bin, the best ratio of gains to costs from there on.
+
+    That horizon is best up to which the ratios of later stretches are higher, so stretches are
+    joined from the end on. In plain Python: mostly it is about a row or two.
+    """
+    best = np.empty_like(hazards)
+    gains, costs = gains_and_costs(hazards)
+    for row, (gains_of, costs_of) in enumerate(zip(gains.tolist(), costs.tolist(), strict=True)):
+        stretches: list[tuple[float, float]] = []  # the last one is the nearest
+        for start in range(AGE_BINS - 1, -1, -1):
+            gain, cost = gains_of[start], costs_of[start]
+            while stretches and stretches[-1][0] * cost > gain * stretches[-1][1]:
+                later_gain, later_cost = stretches.pop()
+                gain += later_gain
+                cost += later_cost
+            stretches.append((gain, cost))
+            gains_of[start] = gain / cost
+        best[row] = gains_of
     return best

@@ -49,7 +49,7 @@ class Paths:
         """Set the time at which the following calls happen."""
         self._now = now
 
-    def use(self, chain: tuple[Key, ...]) -> tuple[int, bool]:
+    def use(self, chain: list[Key]) -> tuple[int, bool]:
         """Place the blocks of a request that ends.
 
         Return the cohort of the new ones, and whether some are not resident.
@@ -75,7 +75,7 @@ class Paths:
         self._tree.place(node, cohort, self._now)
         self._model.enter(cohort)
 
-    def complete(self, chain: tuple[Key, ...], cohort: int) -> None:
+    def complete(self, chain: list[Key], cohort: int) -> None:
         """Place blocks that were stored after their request had ended."""
         tree = self._tree
         parent, end = NO_NODE, 0
@@ -124,7 +124,7 @@ class Paths:
             self.place(last, cohorts.last(use.turn + 1))
         return cohort
 
-    def _walk(self, chain: tuple[Key, ...]) -> _Use:
+    def _walk(self, chain: list[Key]) -> _Use:
         """Find the nodes of a chain, count returns, and split off the blocks it did not use."""
         tree, use = self._tree, _Use()
         end = 0
@@ -144,7 +144,7 @@ class Paths:
             use.blocks = end
         return use
 
-    def _meet_ghosts(self, chain: tuple[Key, ...], at: int, end: int, node: int, use: _Use) -> None:
+    def _meet_ghosts(self, chain: list[Key], at: int, end: int, node: int, use: _Use) -> None:
         """Go through blocks that were not here when the request began: once evicted, or new."""
         tree = self._tree
         use.absent = use.absent or node == NO_NODE

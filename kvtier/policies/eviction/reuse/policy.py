@@ -131,7 +131,7 @@ class ReusePolicy(EvictionPolicy):
             if node == NO_NODE or not tree.is_open(node):  # another request continued it
                 node = running.brought[group] = tree.open(self._cohorts.unordered, self._now)
                 running.nodes.add(node)
-            tree.bring(node, chain)
+            tree.extend(node, chain)
             self._admitted += len(chain)
             if not self._has_clock:
                 self._set_now(self._admitted * 1024.0 / self.capacity)
@@ -140,9 +140,13 @@ class ReusePolicy(EvictionPolicy):
 
     def touch(self, keys: Sequence[Key], request: RequestId) -> None:
         """See ``EvictionPolicy.touch``. Counted once, when the request ends."""
+        if not keys:
+            return
         tree = self._tree
-        nodes = set(map(tree.node_of.get, keys))
-        nodes.discard(None)
+        # Mostly many of them are in the first one's node.
+        first, end = tree.run(list(keys), 0)
+        nodes = {first, *map(tree.node_of.get, keys[end:])}
+        nodes -= {None, NO_NODE}
         if nodes:
             mine = self._run(request).nodes
             for node in nodes:
@@ -170,7 +174,7 @@ class ReusePolicy(EvictionPolicy):
         ended = None
         if order:
             is_here = self._tree.node_of.__contains__
-            self._floor.end_request(request, order, self._was_here, is_here)
+            self._floor.end_request(order, self._count_found, is_here)
             self._use_order(request, order)
         elif running is not None:
             ended = self._ended.get(request)
@@ -180,7 +184,7 @@ class ReusePolicy(EvictionPolicy):
         if running is not None:
             if not order:
                 for node in running.brought.values():
-                    self._floor.store(self._tree.keys_of(node), request)
+                    self._floor.store(self._tree.keys_of(node))
             self._stop(running, count_uses=order is None and ended is None)
         self._requests += 1
         if not self._has_clock:
@@ -282,22 +286,18 @@ class ReusePolicy(EvictionPolicy):
         self._paths.set_now(now)
 
     def _learn(self) -> None:
-        """Recompute the model now and then, and its indices a part at a time.
-
-        With a clock it is done about once a second, not on a request's time.
-        """
+        """Recompute the model now and then: with a clock not on a request's time."""
         if self._requests >= self._learn_at:
             seen = self._requests
             often = min(LEARN_REQUESTS_MAX, max(LEARN_REQUESTS, seen // LEARN_SHARE))
             self._learn_at = seen + min(often, max(LEARN_REQUESTS_MIN, seen // 2))
             self._model.refresh(self._now)
-        elif self._model.work():
             self._looked_at = -1.0
 
-    def _was_here(self, key: Key) -> bool:
-        """Return whether a request that uses the key found it resident, and did not bring it."""
-        node = self._tree.node_of.get(key)
-        return node is not None and not self._tree.is_open(node)
+    def _count_found(self, keys: Sequence[Key]) -> int:
+        """Return how many of the keys a request that uses them found, and did not bring."""
+        nodes, uses = map(self._tree.node_of.get, keys), self._tree.uses
+        return sum(1 for node in nodes if node is not None and uses[node])
 
     # --- requests that run ---
 
@@ -331,12 +331,14 @@ class ReusePolicy(EvictionPolicy):
             return
         tree = self._tree
         self._looked_at = self._now
+        self._index = np.full(self._cohorts.count, np.inf)
         first = np.frombuffer(tree.first_of, dtype=np.int32)
-        self._index = np.full(len(first), np.inf)
-        if tree.used:
-            used = np.frombuffer(tree.used)[first]
-            index = used if self._follows_lru else self._model.index_at(self._now - used)
-            np.copyto(self._index, index, where=first != NO_NODE)
+        cohorts = np.flatnonzero(first != NO_NODE)
+        if len(cohorts):
+            used = np.frombuffer(tree.used)[first[cohorts]]
+            self._index[cohorts] = (
+                used if self._follows_lru else self._model.index_at(cohorts, self._now - used)
+            )
             if first[self._cohorts.restored] != NO_NODE:
                 self._index[self._cohorts.restored] = RESTORED_INDEX
         tree.changed.clear()
@@ -368,7 +370,7 @@ class ReusePolicy(EvictionPolicy):
         share = min(1.0, length / tree.placed[node])
         self._ghosts.remember(keys[end], tree.cohort[node], share, length, tree.used[node])
 
-    def _pop_anywhere(self, count: int, exclude: Collection[Key]) -> list[Key]:
+    def _pop_anywhere(self, count: int, exclude: set[Key] | frozenset[Key]) -> list[Key]:
         """Return up to ``count`` keys that may go, out of order: room matters more than order."""
         tree, held = self._tree, self._held
         gone: list[Key] = []
@@ -376,30 +378,38 @@ class ReusePolicy(EvictionPolicy):
         for _, _, _, node in sorted(nodes):
             if len(gone) >= count:
                 break
-            may_go = [k for k in reversed(tree.keys_of(node)) if k not in held and k not in exclude]
-            gone += may_go[: count - len(gone)]
-        tree.remove(gone)
+            gone += tree.cut(node, count - len(gone), held, exclude)
+            tree.discard_empty(node)
+            if len(gone) < count and tree.size[node]:  # go on behind one that must stay
+                may_go = [
+                    k for k in reversed(tree.keys_of(node)) if k not in held and k not in exclude
+                ]
+                del may_go[count - len(gone) :]
+                tree.remove(may_go)
+                gone += may_go
         return gone
 
 
-def _chains(keys: Sequence[Key]) -> list[tuple[Key, ...]]:
+def _chains(keys: Sequence[Key]) -> list[list[Key]]:
     """Return the chains in ``keys``, one for each KV-cache group, each key once."""
     if not keys:
         return []
     if _are_of_one_group(keys) and len(set(keys)) == len(keys):
-        return [tuple(keys)]
+        return [list(keys)]
     chains: dict[bytes, dict[Key, None]] = {}
     for key in keys:
         chains.setdefault(key[-GROUP_BYTES:], {})[key] = None
-    return [tuple(chain) for chain in chains.values()]
+    return [list(chain) for chain in chains.values()]
 
 
 def _are_of_one_group(keys: Sequence[Key]) -> bool:
     """Return whether all keys end in the same group; may be False if their lengths differ."""
     joined = b"".join(keys)
-    length = len(keys[0])
-    if len(joined) != length * len(keys):
+    length, count = len(keys[0]), len(keys)
+    if len(joined) != length * count:
         return False
     # A column of the joined keys at a time: slicing each key takes five times as long.
-    ends = (joined[length - place :: length] for place in range(1, GROUP_BYTES + 1))
-    return all(end.count(end[:1]) == len(end) for end in ends)
+    for place in range(max(0, length - GROUP_BYTES), length):
+        if joined[place::length].count(joined[place]) != count:
+            return False
+    return True
