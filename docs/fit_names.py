@@ -16,7 +16,7 @@ LONGEST: Final = 44
 """Characters. What is shorter fits a first column on a wide screen."""
 
 _BLOCK: Final = re.compile(r"(<pre\b.*?</pre>)", re.DOTALL)
-_CODE: Final = re.compile(r"<code>(.*?)</code>", re.DOTALL)
+_CODE: Final = re.compile(r"<code>([^<]*)</code>")  # not with links in it: their addresses stay
 _JOINT: Final = re.compile(r"(?<=[\w}\]])([_/:=.])(?=\w)")
 
 
