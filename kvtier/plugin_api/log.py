@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from structlog.typing import Processor
 
+    #: Takes a line's level, its event and its fields.
     Sink = Callable[[str, str, Mapping[str, Any]], None]
 
 

@@ -11,11 +11,14 @@ import importlib
 import inspect
 import pkgutil
 import re
+import shutil
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
 
 import kvtier
 import kvtier.plugin_api
@@ -46,21 +49,23 @@ PUBLIC = [
 ]
 
 
-def made(page: str, by: str) -> str:
-    """Return a page as mkdocs hands it on."""
-    text: str = docs_script(by).on_page_markdown((DOCS / "reference" / page).read_text())
+@pytest.fixture(scope="module")
+def command_line() -> str:
+    """Return the page as mkdocs hands it on."""
+    marked = (DOCS / "reference/command-line.md").read_text()
+    text: str = docs_script("write_command_line").on_page_markdown(marked)
     assert "<!--" not in text
     return text
 
 
 @pytest.fixture(scope="module")
-def command_line() -> str:
-    return made("command-line.md", "write_command_line")
-
-
-@pytest.fixture(scope="module")
-def python_api() -> str:
-    return made("python-api.md", "write_python_api")
+def python_api(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the page as mkdocs builds it, without the others."""
+    docs, site = (tmp_path_factory.mktemp(each) for each in ("docs", "site"))
+    shutil.copy(DOCS / "reference/python-api.md", docs)
+    project = str(ROOT / "mkdocs.yml")
+    build(load_config(project, docs_dir=str(docs), site_dir=str(site), nav=None, hooks=[]))
+    return (site / "python-api.html").read_text()
 
 
 def section(page: str, title: str) -> str:
@@ -88,16 +93,21 @@ def test_every_command_and_option_is_on_its_page(command_line: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_on_its_page(name: str, python_api: str) -> None:
-    assert f"## `{name}`" in python_api
+    assert entry(python_api, name)
     module = importlib.import_module(name)
     for public in getattr(module, "__all__", None) or defined_in(module):
-        assert f"{{ #{name}.{public} }}" in python_api, f"{name}.{public} is not on the page"
+        text = entry(python_api, f"{name}.{public}")
         thing = getattr(module, public)
         if inspect.isclass(thing) and thing.__module__.startswith("kvtier"):
-            title = f"class `{public}` {{ #{name}.{public} }}"
-            text = python_api.partition(title)[2].partition("\n### ")[0]
-            missing = [one for one in members(thing) if not re.search(rf"\b{one}\b", text)]
+            missing = [one for one in members(thing) if not re.search(rf">{one}\b", text)]
             assert not missing, f"{name}.{public}: {missing} not on the page"
+
+
+def entry(page: str, path: str) -> str:
+    """Return what stands under the heading of a module or of a name in it, up to the next one."""
+    _, found, below = page.partition(f' id="{path}" class="doc doc-heading">')
+    assert found, f"{path} is not on the page"
+    return re.split(r"<h[23]\b|</article>", below)[0]
 
 
 def defined_in(module: ModuleType) -> list[str]:
@@ -124,17 +134,15 @@ def members(thing: type) -> list[str]:
 def test_the_python_api_is_what_third_parties_may_import_and_no_more() -> None:
     """A module of another folder on the page would be a promise that the folders do not make."""
     page = (DOCS / "reference" / "python-api.md").read_text()
-    assert sorted(re.findall(r"^<!-- api: (.*) -->$", page, re.MULTILINE)) == sorted(PUBLIC)
+    assert sorted(re.findall(r"^::: (.*)$", page, re.MULTILINE)) == sorted(PUBLIC)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_says_what_it_is(name: str) -> None:
+def test_every_public_name_says_what_it_is(python_api: str) -> None:
     """An entry of the page without a text would only repeat the name."""
-    text = docs_script("write_python_api").module(name)
-    bare = re.findall(
-        r"^### (.*?) \{.*\}\n\n```python\n[^`]*```\n\n(?=#|\Z)", f"{text}\n\n", re.MULTILINE
-    )
-    assert not bare
+    paths = re.findall(r'<h[23] id="(kvtier[\w.]*)"', python_api)
+    assert len(paths) > len(PUBLIC)
+    docstrings = {path: re.split("<table>|<h4", entry(python_api, path))[0] for path in paths}
+    assert not [path for path, text in docstrings.items() if "<p>" not in text]
 
 
 CONFIGURATION = DOCS / "reference/configuration.md"
@@ -312,5 +320,6 @@ def test_long_names_may_break_at_their_joints_and_short_ones_and_code_blocks_sta
     assert fit(f"<td><code>{long}</code></td>") == (
         '<td><code class="long">kvtier:<wbr>tier_<wbr>promotions_<wbr>dropped</code></td>'
     )
-    for kept in ("<p><code>--block-bytes SIZE</code></p>", f"<pre><code>{long}</code></pre>"):
+    short, block = "<p><code>--block-bytes SIZE</code></p>", f"<pre><code>{long}</code></pre>"
+    for kept in (short, block, f'<code><a href="#{long}">link</a></code>'):
         assert fit(kept) == kept
