@@ -12,6 +12,8 @@ import sys
 import tempfile
 from dataclasses import replace
 
+import structlog
+
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome
 from tests.unit.backends.disk._disk import open_disk
@@ -31,6 +33,7 @@ async def main(kind: str, folder: str, stored: int, wanted: int) -> None:
 
 
 if __name__ == "__main__":
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     user, group, kind, folder, stored, wanted = sys.argv[1:]
     # What is imported late is imported now, by a folder that is begun, and opened again: the user
     # may not be allowed to read Python's packages.
