@@ -77,11 +77,22 @@ class StoreBlock(NamedTuple):
     digest: bytes
 
 
-class LoadBlock(NamedTuple):
-    """One block to load into ``buffer``, which is exactly one block long."""
-
+class _KeyAndBuffer(NamedTuple):
     key: bytes
     buffer: memoryview
+
+
+class LoadBlock(_KeyAndBuffer):
+    """One block to load into ``buffer``, which is exactly one block long.
+
+    A pair of ``key`` and ``buffer``.
+    """
+
+    on_read: Callable[[], object] | None = None
+    """If set, a backend may call it in the thread that has filled ``buffer``, at once and last.
+
+    It computes the digest that the tier compares, while the bytes are in the processor's cache, and
+    releases the GIL for that. Where it is not called, the tier computes the digest later."""
 
 
 class Loaded(NamedTuple):

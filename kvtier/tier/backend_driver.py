@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from itertools import compress, islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -237,22 +238,30 @@ class BackendDriver:
 
     async def _load(self, message: d.LoadBatch) -> tuple[Outcome, ...]:
         views = self._memory.views(message.slots)
-        blocks = [LoadBlock(k, v) for k, v in zip(message.keys, views, strict=True)]
+        keys, step_bytes = message.keys, self._step_bytes
         accepts_unchecked = self._backend.traits.accepts_unchecked
-        step_bytes = self._step_bytes
+        computed: list[bytes | None] = [None] * len(keys)  # by the threads that read
+
+        def compute(place: int) -> None:
+            computed[place] = block_digest(keys[place], views[place], step_bytes)
+
+        blocks = [LoadBlock(k, v) for k, v in zip(keys, views, strict=True)]
+        if self._frees_gil:  # else it would only be held by several threads
+            for place, block in enumerate(blocks):
+                block.on_read = partial(compute, place)
 
         def checked() -> tuple[Outcome, ...]:
             return tuple(
-                _checked(block, answer, step_bytes, accepts_unchecked=accepts_unchecked)
-                for block, answer in zip(blocks, loaded, strict=True)
+                _checked(block, answer, digest, step_bytes, accepts_unchecked=accepts_unchecked)
+                for block, answer, digest in zip(blocks, loaded, computed, strict=True)
             )
 
         # Not while damaged blocks are removed: that may wait for a thread that stores.
         with self._turns.loading():
             loaded = await self.requests.serving(message.request).load(blocks)
             _expect(len(loaded), len(blocks))
-            outcomes = await self._digest(self._checks, len(views), checked)
-        damaged = [k for k, o in zip(message.keys, outcomes, strict=True) if o is Outcome.DAMAGED]
+            outcomes = await self._digest(self._checks, computed.count(None), checked)
+        damaged = [k for k, o in zip(keys, outcomes, strict=True) if o is Outcome.DAMAGED]
         if damaged:
             await self._remove_damaged(damaged)
         return outcomes
@@ -260,7 +269,7 @@ class BackendDriver:
     async def _digest(self, threads: DaemonThreads, blocks: int, work: Callable[[], T]) -> T:
         """Run ``work``, which digests that many blocks: here, or in a thread if it takes long."""
         size = blocks * self._memory.block_bytes
-        if size <= DIGEST_INLINE_BYTES_MAX and not self._frees_gil:
+        if not size or (size <= DIGEST_INLINE_BYTES_MAX and not self._frees_gil):
             return work()
         return await threads.run(work)
 
@@ -304,13 +313,22 @@ def _outcomes(answers: Sequence[Outcome]) -> tuple[Outcome, ...]:
 
 
 def _checked(
-    block: LoadBlock, loaded: Loaded, step_bytes: int, *, accepts_unchecked: bool
+    block: LoadBlock,
+    loaded: Loaded,
+    computed: bytes | None,
+    step_bytes: int,
+    *,
+    accepts_unchecked: bool,
 ) -> Outcome:
-    """Return the load's outcome after comparing the bytes with their digest."""
+    """Return the load's outcome after comparing the bytes with their digest.
+
+    ``computed``: the digest of the bytes, None if no thread has computed it yet.
+    """
     outcome, digest = loaded.outcome, loaded.digest
     if outcome is not Outcome.DONE and Outcome(outcome) is not Outcome.DONE:
         return Outcome(outcome)
     if digest is None:
         return Outcome.DONE if accepts_unchecked else Outcome.DAMAGED
-    sound = block_digest(block.key, block.buffer, step_bytes) == digest
-    return Outcome.DONE if sound else Outcome.DAMAGED
+    if computed is None:
+        computed = block_digest(block.key, block.buffer, step_bytes)
+    return Outcome.DONE if computed == digest else Outcome.DAMAGED

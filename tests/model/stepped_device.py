@@ -119,6 +119,9 @@ class SteppedDevice(Device):
         sick = OSError(errno.EIO, "sick")
         if call.kind == "read":
             sizes = [sick if each.region in call.failed else each.size for each in call.transfers]
+            for transfer, size in zip(call.transfers, sizes, strict=True):
+                if transfer.on_read is not None and isinstance(size, int):
+                    transfer.on_read(size)
             call.end.set_result(sizes)
         elif call.kind == "allocate" and not self.has_room:
             call.end.set_exception(OSError(errno.ENOSPC, "no space left"))

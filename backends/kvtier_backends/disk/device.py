@@ -51,6 +51,8 @@ class Transfer(NamedTuple):
     region: int
     at: int  #: from the start of the region
     buffers: list[memoryview]
+    on_read: Callable[[int], object] | None = None
+    """Called with the number of bytes that were read, in the thread that read them."""
 
     @property
     def size(self) -> int:
@@ -74,7 +76,10 @@ class Device(ABC):
 
     @abstractmethod
     async def read(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
-        """Read all; return each one's bytes read (fewer if there are no more), or its error."""
+        """Read all; return each one's bytes read (fewer if there are no more), or its error.
+
+        ``on_read`` is called for each that has no error, before the next one is read.
+        """
 
     @abstractmethod
     async def write(self, transfers: Sequence[Transfer]) -> OSError | None:
@@ -235,9 +240,12 @@ class _SegmentFiles:
 
     def _read(self, transfer: Transfer) -> int | OSError:
         try:
-            return self._move(os.preadv, os.O_RDONLY, transfer)
+            size = self._move(os.preadv, os.O_RDONLY, transfer)
         except OSError as problem:
             return 0 if problem.errno in GONE else problem
+        if transfer.on_read is not None:
+            transfer.on_read(size)
+        return size
 
     def _write(self, transfer: Transfer) -> None:
         count = self._move(os.pwritev, os.O_WRONLY, transfer)

@@ -166,6 +166,10 @@ class RegionGeometry:
         """Return the offset of a slot from the start of the region."""
         return self.slots_at + slot * self.stride
 
+    def whole_blocks(self, size: int) -> int:
+        """Return how many blocks are whole in so many bytes from the start of a slot on."""
+        return (size + self.stride - self.block_bytes) // self.stride
+
 
 def make_region_geometry(
     region_bytes: int,

@@ -55,9 +55,14 @@ class LogContext:
             for region in pinned:
                 self.regions.unpin(region)
 
-    def transfer(self, location: int, buffers: Sequence[memoryview]) -> Transfer:
+    def transfer(
+        self,
+        location: int,
+        buffers: Sequence[memoryview],
+        on_read: Callable[[int], object] | None = None,
+    ) -> Transfer:
         """Return the transfer of neighbouring blocks, from ``location`` on."""
         if self._padding:
             buffers = [each for buffer in buffers for each in (buffer, self._padding)]
         region, slot = divmod(location, self.geometry.slots)
-        return Transfer(region, self.geometry.slot_at(slot), list(buffers))
+        return Transfer(region, self.geometry.slot_at(slot), list(buffers), on_read)

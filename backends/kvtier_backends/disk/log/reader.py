@@ -7,17 +7,17 @@ runs: by location, and by the time they were stored.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvtier.plugin_api.backend import Loaded, Outcome
+from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome
 from kvtier_backends.disk.log.batches import check_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvtier.plugin_api.backend import LoadBlock
     from kvtier_backends.disk.log.context import LogContext
     from kvtier_backends.disk.log.index import BlockIndex
     from kvtier_backends.disk.log.live_blocks import LiveBlocks
@@ -115,7 +115,7 @@ class BlockReader:
                     tag = self._index.record(locations[at]).tag
                     encryption[keys[there[at]]] = Encryption(tag, key_id)
         with self._priority.load():
-            outcomes = await self._read(runs, locations, [blocks[place].buffer for place in there])
+            outcomes = await self._read(runs, locations, [blocks[place] for place in there])
         for place, outcome, digest in zip(there, outcomes, digests, strict=True):
             answers[place] = Loaded(outcome, digest if outcome is Outcome.DONE else None)
         return answers
@@ -124,7 +124,8 @@ class BlockReader:
         self, locations: Sequence[int], buffers: Sequence[memoryview]
     ) -> list[Outcome]:
         """Read the blocks at these locations into buffers, one each."""
-        return await self._read(neighbours(locations, self._geometry.slots), locations, buffers)
+        blocks = [LoadBlock(b"", buffer) for buffer in buffers]
+        return await self._read(neighbours(locations, self._geometry.slots), locations, blocks)
 
     def _note_use(self, runs: Sequence[Sequence[int]], locations: Sequence[int]) -> list[bytes]:
         """Note that blocks are used; return their digests."""
@@ -141,13 +142,16 @@ class BlockReader:
         self,
         runs: Sequence[Sequence[int]],
         locations: Sequence[int],
-        buffers: Sequence[memoryview],
+        blocks: Sequence[LoadBlock],
     ) -> list[Outcome]:
         """Read each run of places, whose locations are neighbours, in one transfer."""
-        transfers = [
-            self._context.transfer(locations[run[0]], [buffers[place] for place in run])
-            for run in runs
-        ]
+        transfers = []
+        for run in runs:
+            together = [blocks[place] for place in run]
+            buffers = [block.buffer for block in together]
+            wants_report = any(block.on_read is not None for block in together)
+            on_read = partial(self._on_read, together) if wants_report else None
+            transfers.append(self._context.transfer(locations[run[0]], buffers, on_read))
         ends = await self._context.read_pinned(transfers)
         outcomes = [Outcome.DONE] * len(locations)
         for run, transfer, end in zip(runs, transfers, ends, strict=True):
@@ -158,14 +162,19 @@ class BlockReader:
                 self._faults.read_failed(transfer, end)
         return outcomes
 
+    def _on_read(self, blocks: Sequence[LoadBlock], end: int) -> None:
+        """Report the blocks of a transfer that were read whole. In the thread that read them."""
+        for block in blocks[: self._geometry.whole_blocks(end)]:
+            if block.on_read is not None:
+                block.on_read()
+
     def _outcome_of(self, end: int | OSError, blocks: int) -> tuple[int, Outcome]:
         """Return how many blocks of a transfer were read whole, and the outcome of the rest."""
         incidents = self._context.incidents
         if isinstance(end, OSError):
             incidents.report("load", "loads_failed", end, count=blocks)
             return 0, Outcome.FAILED
-        geometry = self._geometry
-        whole = min(blocks, (end + geometry.stride - geometry.block_bytes) // geometry.stride)
+        whole = min(blocks, self._geometry.whole_blocks(end))
         if whole:
             incidents.success("load")
         if whole < blocks:

@@ -139,6 +139,8 @@ class SimulatedDevice(Device):
         for buffer in transfer.buffers:
             buffer[:] = self.disk.bytes[transfer.region][at : at + buffer.nbytes]
             at += buffer.nbytes
+        if transfer.on_read is not None:
+            transfer.on_read(transfer.size)
         return transfer.size
 
     def _write(self, transfer: Transfer) -> OSError | None:

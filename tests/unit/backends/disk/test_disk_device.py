@@ -108,6 +108,26 @@ async def test_missing_bytes_are_a_short_read_and_no_error(
     assert await device.read([Transfer(0, 4 * PAGE, pages(0))]) == [0]
 
 
+async def test_what_was_read_is_reported_by_the_thread_that_read_it(
+    device: FileDevice, tmp_path: Path
+) -> None:
+    """While the bytes are in its processor's cache; of a transfer that failed there are none."""
+    await device.allocate(0)
+    assert await device.write([Transfer(0, 0, pages(1, 2))]) is None
+    (tmp_path / "segment-00001.kv").mkdir()
+    back, reported = pages(0, 0), []
+
+    def on_read(size: int) -> None:
+        reported.append((size, back[1][0], threading.current_thread().name))
+
+    failing = Transfer(2, 0, pages(0), on_read)
+    missing = Transfer(4, 0, pages(0))
+    await device.read([failing, missing, Transfer(0, 0, back, on_read)])
+    ((size, byte, thread),) = reported
+    assert (size, byte) == (2 * PAGE, 2)
+    assert thread.startswith("t-read")
+
+
 async def test_a_transfer_that_fails_ends_a_write_and_takes_nothing_from_other_reads(
     device: FileDevice, tmp_path: Path
 ) -> None:
