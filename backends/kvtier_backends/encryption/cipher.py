@@ -14,13 +14,11 @@ import hashlib
 import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier.plugin_api.backend import DIGEST_BYTES, Outcome
+from kvtier.plugin_api.backend import DIGEST_BYTES
 from kvtier_backends.encryption.keys import KEY_BYTES
-from kvtier_backends.memory_pool import MemoryPool
+from kvtier_backends.memory_pool import KEPT_BYTES_MAX, MemoryPool
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kvtier_backends.encryption.keys import Keyring
 
 TAG_BYTES: Final = 32  #: salt and tag
@@ -44,9 +42,17 @@ class BlockCipher:
     """Encrypts and decrypts blocks of one namespace. Any thread may call any method."""
 
     def __init__(
-        self, keyring: Keyring, namespace: bytes, block_bytes: int, *, binds_digest: bool = False
+        self,
+        keyring: Keyring,
+        namespace: bytes,
+        block_bytes: int,
+        *,
+        binds_digest: bool = False,
+        kept_bytes_max: int = KEPT_BYTES_MAX,
     ) -> None:
         """``binds_digest``: the digest is associated data too. ``disk`` has it elsewhere.
+
+        ``kept_bytes_max``: so much memory is kept while no block is in transit.
 
         Raises ``ImportError`` without the library.
         """
@@ -62,68 +68,51 @@ class BlockCipher:
         self._binds_digest = binds_digest
         self._invalid = InvalidTag
         self._namespace = namespace
-        self._block_bytes = block_bytes
-        self._pool = MemoryPool(block_bytes)
-        self._step = self._pool.step
+        self._pool = MemoryPool(block_bytes, kept_bytes_max)
 
-    def borrow(self, blocks: int) -> memoryview:
-        """Return page-aligned memory for this many blocks and their tags, or more."""
-        return self._pool.borrow(blocks)
+    def borrow(self) -> memoryview:
+        """Return page-aligned memory for one encrypted block and its tag."""
+        return self._pool.borrow()
 
     def give_back(self, memory: memoryview) -> None:
         """Keep borrowed memory for the next ``borrow``. Nothing may read or write it any more."""
         self._pool.give_back(memory)
 
-    def views(self, memory: memoryview, blocks: int) -> list[memoryview]:
-        """Return the first blocks in borrowed memory, without their tags."""
-        starts = range(0, blocks * self._step, self._step)
-        return [memory[at : at + self._block_bytes] for at in starts]
+    @property
+    def borrowed_bytes(self) -> int:
+        """Size of borrowed memory."""
+        return self._pool.step
 
     def encrypt(
-        self, blocks: Sequence[tuple[bytes, memoryview, bytes]], into: memoryview
-    ) -> list[tuple[bytes, bytes]]:
-        """Encrypt each (key, block, digest); return each one's tag and masked digest.
+        self, key: bytes, buffer: memoryview, digest: bytes, into: memoryview
+    ) -> tuple[bytes, bytes]:
+        """Encrypt a block into borrowed memory; return its tag and its masked digest.
 
-        A block may be shorter than others.
+        It may be shorter than others.
         """
-        master = self.keyring.by_id[self.keyring.current_id]
-        encrypted = []
-        for number, (key, buffer, digest) in enumerate(blocks):
-            salt = os.urandom(SALT_BYTES)
-            block_key, pad = _derive(master, salt)
-            at = number * self._step
-            end = at + buffer.nbytes
-            target = into[at : end + _GCM_TAG_BYTES]
-            associated = self._associated(key, digest)
-            self._aead(block_key).encrypt_into(NONCE, buffer, associated, target)
-            encrypted.append((salt + bytes(into[end : end + _GCM_TAG_BYTES]), _xor(digest, pad)))
-        return encrypted
+        salt = os.urandom(SALT_BYTES)
+        block_key, pad = _derive(self.keyring.by_id[self.keyring.current_id], salt)
+        end = buffer.nbytes
+        target = into[: end + _GCM_TAG_BYTES]
+        self._aead(block_key).encrypt_into(NONCE, buffer, self._associated(key, digest), target)
+        return salt + bytes(target[end:]), _xor(digest, pad)
 
     def decrypt(
-        self,
-        memory: memoryview,
-        places: Sequence[tuple[int, EncryptedBlock]],
-        buffers: Sequence[memoryview],
-    ) -> list[tuple[Outcome, bytes]]:
-        """Decrypt the blocks at some places in memory; return outcomes and digests."""
-        decrypted = []
-        for (number, encrypted), buffer in zip(places, buffers, strict=True):
-            block_key, pad = _derive(
-                self.keyring.by_id[encrypted.key_id], encrypted.tag[:SALT_BYTES]
-            )
-            at = number * self._step
-            end = at + self._block_bytes
-            memory[end : end + _GCM_TAG_BYTES] = encrypted.tag[SALT_BYTES:]
-            source = memory[at : end + _GCM_TAG_BYTES]
-            digest = _xor(encrypted.digest, pad)
-            associated = self._associated(encrypted.key, digest)
-            try:
-                self._aead(block_key).decrypt_into(NONCE, source, associated, buffer)
-            except self._invalid:
-                decrypted.append((Outcome.DAMAGED, b""))
-            else:
-                decrypted.append((Outcome.DONE, digest))
-        return decrypted
+        self, memory: memoryview, encrypted: EncryptedBlock, buffer: memoryview
+    ) -> bytes | None:
+        """Decrypt the block in borrowed memory; return its digest, None if it is unsound."""
+        salt, tag = encrypted.tag[:SALT_BYTES], encrypted.tag[SALT_BYTES:]
+        block_key, pad = _derive(self.keyring.by_id[encrypted.key_id], salt)
+        end = buffer.nbytes
+        memory[end : end + _GCM_TAG_BYTES] = tag
+        source = memory[: end + _GCM_TAG_BYTES]
+        digest = _xor(encrypted.digest, pad)
+        associated = self._associated(encrypted.key, digest)
+        try:
+            self._aead(block_key).decrypt_into(NONCE, source, associated, buffer)
+        except self._invalid:
+            return None
+        return digest
 
     def decrypt_apart(
         self, encrypted: EncryptedBlock, payload: memoryview, buffer: memoryview

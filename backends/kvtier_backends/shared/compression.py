@@ -51,7 +51,7 @@ class BlockCompressor:
 
     def borrow(self) -> memoryview:
         """Return page-aligned memory for one block, to be given back."""
-        return self._pool.borrow(1)[: self._block_bytes]
+        return self._pool.borrow()[: self._block_bytes]
 
     def give_back(self, memory: memoryview) -> None:
         """Keep borrowed memory for the next block. Nothing may read or write it any more."""

@@ -89,9 +89,8 @@ class EncryptedRecords(Records):
         return False
 
     def _protect(self, key: bytes, payload: memoryview, trailer: Trailer) -> Record:
-        memory = self._cipher.borrow(1)
-        block = (key, payload, trailer.digest)
-        ((tag, digest),) = self._cipher.encrypt([block], memory)
+        memory = self._cipher.borrow()
+        tag, digest = self._cipher.encrypt(key, payload, trailer.digest, memory)
         key_id = self._cipher.keyring.current_id
         encrypted = trailer._replace(digest=digest, key_id=key_id, tag=tag)
         kept = memory[: payload.nbytes]
@@ -99,7 +98,7 @@ class EncryptedRecords(Records):
 
     def room_for(self, buffer: memoryview) -> memoryview:
         """Return memory for the encrypted block."""
-        return self._cipher.borrow(1)[: buffer.nbytes]
+        return self._cipher.borrow()[: buffer.nbytes]
 
     def give_back(self, payload: memoryview) -> None:
         """Keep the memory for the next payload."""

@@ -67,10 +67,11 @@ def stored_together(index: BlockIndex, regions: Sequence[int]) -> Iterator[list[
 
 
 class Encryption(NamedTuple):
-    """How a block is encrypted: its salt and tag, and the id of its encryption key."""
+    """How a block is encrypted."""
 
-    tag: bytes
-    key_id: bytes
+    tag: bytes  #: salt and tag
+    key_id: bytes  #: the id of its encryption key
+    digest: bytes  #: masked
 
 
 class BlockReader:
@@ -96,7 +97,7 @@ class BlockReader:
     ) -> list[Loaded]:
         """Read each block into its buffer; one result per block, in order.
 
-        ``encryption`` is filled with the encryption of each block found, by key.
+        ``encryption`` is filled with each found block's encryption, by key, before any is read.
         """
         keys = [block.key for block in blocks]
         check_buffers([block.buffer for block in blocks], self._geometry.block_bytes)
@@ -113,7 +114,7 @@ class BlockReader:
                 key_id = self._regions.key_id(locations[run[0]] // self._geometry.slots)
                 for at in run:
                     tag = self._index.record(locations[at]).tag
-                    encryption[keys[there[at]]] = Encryption(tag, key_id)
+                    encryption[keys[there[at]]] = Encryption(tag, key_id, digests[at])
         with self._priority.load():
             outcomes = await self._read(runs, locations, [blocks[place] for place in there])
         for place, outcome, digest in zip(there, outcomes, digests, strict=True):

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier.plugin_api.backend import Outcome, block_digest
+from kvtier.plugin_api.backend import block_digest
 from kvtier_backends.disk.device import SEGMENT_NAME
 from kvtier_backends.disk.folder.claim import segment_numbers, write_superblock
 from kvtier_backends.disk.folder.recovery import UNREMARKABLE
@@ -217,13 +217,13 @@ class Checker:
             cipher = self._ciphers[kind] = BlockCipher(self._keyring, *kind)
         if len(entry.tag) != TAG_BYTES:
             return None
-        memory = cipher.borrow(1)
+        memory = cipher.borrow()
         memory[: len(block)] = block
         plain = memoryview(bytearray(len(block)))
         encrypted = EncryptedBlock(entry.key, header.key_id, entry.tag, entry.digest)
-        ((outcome, digest),) = cipher.decrypt(memory, [(0, encrypted)], [plain])
+        digest = cipher.decrypt(memory, encrypted, plain)
         cipher.give_back(memory)
-        return (plain, digest) if outcome is Outcome.DONE else None
+        return None if digest is None else (plain, digest)
 
     def _found(self, case: str, region: int | None, size: int, what: str) -> None:
         self.checked.problems.append(Problem(case, region, size, what))

@@ -85,21 +85,21 @@ def test_a_block_opens_as_it_was_written_and_under_its_own_key_and_namespace_onl
     """The tag lies in the table, whose entries may name any block."""
     keyring = parse_keys_untrusted(OLD)
     cipher = BlockCipher(keyring, b"n" * 16, 100)
-    memory = cipher.borrow(1)
-    ((tag, digest),) = cipher.encrypt([(key, memoryview(data), b"d" * 16)], memory)
+    memory = cipher.borrow()
+    tag, digest = cipher.encrypt(key, memoryview(data), b"d" * 16, memory)
     back = memoryview(bytearray(100))
     encrypted = EncryptedBlock(key, keyring.current_id, tag, digest)
-    assert cipher.decrypt(memory, [(0, encrypted)], [back]) == [(Outcome.DONE, b"d" * 16)]
+    assert cipher.decrypt(memory, encrypted, back) == b"d" * 16
     assert back == data
     other_key = encrypted._replace(key=key + b"b")
-    assert cipher.decrypt(memory, [(0, other_key)], [back])[0][0] is Outcome.DAMAGED
+    assert cipher.decrypt(memory, other_key, back) is None
     elsewhere = BlockCipher(keyring, b"m" * 16, 100)
-    assert elsewhere.decrypt(memory, [(0, encrypted)], [back])[0][0] is Outcome.DAMAGED
+    assert elsewhere.decrypt(memory, encrypted, back) is None
     damaged = bytearray(bytes(memory[:100]) + tag)
     damaged[bit // 8] ^= 1 << bit % 8
     memory[:100] = damaged[:100]
     encrypted = encrypted._replace(tag=bytes(damaged[100:]))
-    assert cipher.decrypt(memory, [(0, encrypted)], [back])[0][0] is Outcome.DAMAGED
+    assert cipher.decrypt(memory, encrypted, back) is None
 
 
 @given(strategies.text(max_size=200))
