@@ -94,6 +94,15 @@ class LoadBlock(_KeyAndBuffer):
     It computes the digest that the tier compares, while the bytes are in the processor's cache, and
     releases the GIL for that. Where it is not called, the tier computes the digest later."""
 
+    @classmethod
+    def with_report(
+        cls, key: bytes, buffer: memoryview, on_read: Callable[[], object]
+    ) -> LoadBlock:
+        """Return a block with an ``on_read``."""
+        block = cls(key, buffer)
+        block.on_read = on_read
+        return block
+
 
 class Loaded(NamedTuple):
     """Result of a load. ``digest`` is the one given to ``store``, None if unknown."""

@@ -245,10 +245,14 @@ class BackendDriver:
         def compute(place: int) -> None:
             computed[place] = block_digest(keys[place], views[place], step_bytes)
 
-        blocks = [LoadBlock(k, v) for k, v in zip(keys, views, strict=True)]
-        if self._frees_gil:  # else it would only be held by several threads
-            for place, block in enumerate(blocks):
-                block.on_read = partial(compute, place)
+        both = zip(keys, views, strict=True)
+        if self._frees_gil:
+            blocks = [
+                LoadBlock.with_report(key, view, partial(compute, place))
+                for place, (key, view) in enumerate(both)
+            ]
+        else:  # it would only be held by more threads
+            blocks = [LoadBlock(key, view) for key, view in both]
 
         def checked() -> tuple[Outcome, ...]:
             return tuple(

@@ -86,10 +86,11 @@ class EncryptedLog:
                     block.on_read()
 
             both = zip(blocks, memory, strict=True)
-            sealed = [LoadBlock(block.key, view[: block.buffer.nbytes]) for block, view in both]
-            for place, block in enumerate(sealed):
-                block.on_read = partial(decrypt, place)
-            answers = await log.load(sealed, encryption)
+            encrypted_blocks = [
+                LoadBlock.with_report(key, view[: buffer.nbytes], partial(decrypt, place))
+                for place, ((key, buffer), view) in enumerate(both)
+            ]
+            answers = await log.load(encrypted_blocks, encryption)
         for place, answer in enumerate(answers):
             if answer.outcome is Outcome.DONE:
                 digest = digests[place]
