@@ -21,6 +21,7 @@ import errno
 import os
 import threading
 from abc import ABC, abstractmethod
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -30,7 +31,7 @@ from kvtier_backends.disk.opened_files import NotAFile, open_file, remove_whatev
 from kvtier_backends.posix import GONE, O_DIRECT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     Buffers = list[memoryview]
 
@@ -152,16 +153,16 @@ class FileDevice(Device):
         return self._readers.busy() + self._writers.busy() + self._page_writers.busy()
 
     def close(self) -> None:
-        """End the threads after their current calls; close the files if no call runs."""
+        """End the threads after their current calls; the last of these closes the files."""
         self._is_closed = True
         self._readers.stop()
         self._writers.stop()
         self._page_writers.stop()
-        self._files.close_when(lambda: self.busy() == 0)
+        self._files.close()
 
 
 class _SegmentFiles:
-    """Open descriptors of the segment files. Any thread may call any method but ``close_when``."""
+    """Open descriptors of the segment files. Any thread may call any method."""
 
     def __init__(
         self,
@@ -181,23 +182,42 @@ class _SegmentFiles:
         self._lock = threading.Lock()
         self._descriptors: dict[tuple[int, int], int] = {}
         self._forgotten = [self._folder]  # closed with the last call
+        self._calls = 0  # that run
         self._closed = False
 
     def read_all(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
         """Read one transfer after the other."""
-        return [self._read(transfer) for transfer in transfers]
+        with self._call():
+            return [self._read(transfer) for transfer in transfers]
 
     def write_all(self, transfers: Sequence[Transfer]) -> OSError | None:
         """Write one transfer after the other, up to the first that fails."""
         try:
-            for transfer in transfers:
-                self._write(transfer)
+            with self._call():
+                for transfer in transfers:
+                    self._write(transfer)
         except OSError as problem:
             return problem
         return None
 
     def allocate(self, region: int) -> None:
         """Allocate a region's bytes, and create its file if needed."""
+        with self._call():
+            self._allocate(region)
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Keep the files open for a call."""
+        with self._lock:
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                self._close_if_unused()
+
+    def _allocate(self, region: int) -> None:
         segment, at = self._place(region)
         try:
             descriptor = self._descriptor(segment, os.O_WRONLY | os.O_CREAT)
@@ -227,16 +247,23 @@ class _SegmentFiles:
             for place in [each for each in self._descriptors if each[0] == segment]:
                 self._forgotten.append(self._descriptors.pop(place))
 
-    def close_when(self, idle: Callable[[], bool]) -> None:
-        """Close the files if nothing uses them; otherwise they stay open."""
-        # A descriptor closed under a hung call may be another file's by the time the call ends.
+    def close(self) -> None:
+        """Open no more files, and close those that are open once no call runs.
+
+        Not before: a hung call's descriptor would be another file's by the time that it ends.
+        Nor do they stay open: they would keep a filesystem that was lost from being detached.
+        """
         with self._lock:
             self._closed = True
-            if idle():
-                for descriptor in (*self._descriptors.values(), *self._forgotten):
+            self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self._closed and not self._calls:
+            for descriptor in (*self._descriptors.values(), *self._forgotten):
+                with suppress(OSError):
                     os.close(descriptor)
-                self._descriptors.clear()
-                self._forgotten.clear()
+            self._descriptors.clear()
+            self._forgotten.clear()
 
     def _read(self, transfer: Transfer) -> int | OSError:
         try:

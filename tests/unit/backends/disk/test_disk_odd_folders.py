@@ -190,7 +190,7 @@ async def test_a_disk_taken_away_under_a_store_has_no_segment_below_its_mount_po
         for _ in range(2):
             await disk.backend.tick()
         assert await disk.store(2) == [Outcome.FAILED]
-        # A thread closes them, once calls that were under way have ended: then it can be detached.
+        # It can be detached, once the calls that were under way have ended.
         await until_true(lambda: not open_on(device), lambda: open_on(device))
     assert list(place.iterdir()) == []
 
