@@ -19,7 +19,7 @@ from kvtier_backends.disk.device import (
     trim_segments,
 )
 from tests.support.needs import needs
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until_true
 from tests.unit.backends._media import tmpfs
 
 if TYPE_CHECKING:
@@ -226,6 +226,32 @@ async def test_after_close_nothing_is_opened_any_more(device: FileDevice) -> Non
     assert device._files._descriptors == {}
     with pytest.raises(OSError, match="closed"):
         device._files.allocate(1)
+
+
+async def test_files_stay_open_for_a_call_that_hangs_and_no_longer(
+    device: FileDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its bytes would go to another file; and then the folder's filesystem can be detached."""
+    await device.allocate(0)
+    begun, held, write = threading.Event(), threading.Event(), os.pwritev
+    written: list[int] = []
+
+    def hanging(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        begun.set()
+        held.wait(PATIENCE_S)
+        written.append(write(descriptor, buffers, at))
+        return written[-1]
+
+    monkeypatch.setattr(os, "pwritev", hanging)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(device.write, [Transfer(0, 0, pages(1))])
+        await anyio.to_thread.run_sync(begun.wait, PATIENCE_S)
+        device.close()
+        tasks.cancel_scope.cancel()
+    assert device._files._descriptors
+    held.set()
+    await until_true(lambda: not device._files._descriptors)
+    assert written == [PAGE]
 
 
 def test_what_lies_beyond_the_capacity_is_cut_off(tmp_path: Path) -> None:
