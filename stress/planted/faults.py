@@ -115,7 +115,12 @@ def _keep_removals_of_tiers(self: EventLog, kind: EventKind, keys: Sequence[byte
 
 
 def _unchecked(
-    _block: LoadBlock, loaded: Loaded, _step_bytes: int, *, accepts_unchecked: bool
+    _block: LoadBlock,
+    loaded: Loaded,
+    _computed: bytes | None,
+    _step_bytes: int,
+    *,
+    accepts_unchecked: bool,
 ) -> Outcome:
     del accepts_unchecked
     return loaded.outcome
