@@ -11,10 +11,13 @@ import json
 import random
 import sys
 import time
+from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.inputs import TokensPrompt
 
 from kvtier.errors import InternalError
@@ -45,10 +48,23 @@ TIMED_CALLS: Final = (
 )
 """``take_events`` is not among them: it is a generator in vLLM's manager."""
 
+LOOKUP_CALLS: Final = ("on_new_request", "get_num_new_matched_tokens")
+SCHEDULER_CALLS: Final = (
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+    "has_pending_push_work",
+)
+WORKER_CALLS: Final = ("start_load_kv", "wait_for_save", "get_finished")
+"""Calls of any connector, by whose they are; a lookup is its scheduler's, too."""
+
 
 def main(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Start it, then carry out an order a line; the last one is empty."""
     sys.path.append(str(PLUGINS))
+    if job.get("imports_numba"):
+        _import_numba()
     engine = DrivenEngine(job)
     yield {}
     for line in sys.stdin:
@@ -56,6 +72,18 @@ def main(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if not order:
             engine.close()
         yield engine.serve(**order) if order else {}
+
+
+def _import_numba() -> None:
+    """Import numba so that vLLM's CPU worker starts nevertheless: LMCache imports it.
+
+    The worker calls ``vars(value).get`` for the attributes of all modules (vLLM 0.32,
+    ``triton_utils/dispatcher.py``). What ``llvmlite.binding.ffi.lib`` has for a dictionary is a
+    function of the C library: ``'_lib_fn_wrapper' object has no attribute 'get'``. numba
+    goes on with the module that it has.
+    """
+    import_module("numba")
+    del sys.modules["llvmlite.binding.ffi"]
 
 
 class DrivenEngine:
@@ -74,8 +102,12 @@ class DrivenEngine:
         self._step_core, core.step_fn = core.step_fn, self._step
         self._idle_s = job.get("idle_s", 0.0)
         self._timer = CallTimer()
+        connector = self._scheduler.get_kv_connector()
         if job.get("times_manager"):
-            self._timer.time(self._scheduler.get_kv_connector().connector_scheduler.manager)
+            self._timer.time(connector.connector_scheduler.manager)
+        if job.get("times_connector"):
+            self._timer.time(connector, (*LOOKUP_CALLS, *SCHEDULER_CALLS))
+            self._timer.time(get_kv_transfer_group(), WORKER_CALLS)
 
     def serve(
         self,
@@ -110,7 +142,7 @@ class DrivenEngine:
             inputs = [TokensPrompt(prompt_token_ids=each) for each in batch]
             outputs += self._llm.generate(inputs, sampling, use_tqdm=False)
         seconds = time.perf_counter() - began_s
-        manager_us_per_step = self._timer.us_per_step()
+        manager_us_per_step, calls_us = self._timer.us_per_step(), self._timer.us_by_call()
         self._settle()
         return {
             "first_token_s": [output.metrics.first_token_latency for output in outputs],
@@ -118,6 +150,7 @@ class DrivenEngine:
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "seconds": seconds,
             "manager_us_per_step": manager_us_per_step,
+            "calls_us": calls_us,
         }
 
     def close(self) -> None:
@@ -149,24 +182,29 @@ def _tokens(seed: str, count: int) -> list[int]:
 
 
 class CallTimer:
-    """Adds up the time spent inside a manager's methods, and counts steps."""
+    """Adds up the time spent inside an object's methods, and counts steps."""
 
     def __init__(self) -> None:
-        self._spent_ns = 0
+        self._spent_ns: Counter[str] = Counter()
         self._steps = 0
 
-    def time(self, manager: Any) -> None:  # noqa: ANN401 - either manager
-        """Take the time of this manager's methods from now on."""
-        for name in TIMED_CALLS:
-            setattr(manager, name, self._timed(name, getattr(manager, name)))
+    def time(self, called: Any, names: Sequence[str] = TIMED_CALLS) -> None:  # noqa: ANN401 - any
+        """Take the time of these methods from now on; by default, of a manager's."""
+        for name in names:
+            setattr(called, name, self._timed(name, getattr(called, name)))
 
     def restart(self) -> None:
         """Begin anew."""
-        self._spent_ns = self._steps = 0
+        self._spent_ns.clear()
+        self._steps = 0
 
     def us_per_step(self) -> float:
         """Return what was spent in each step since the last restart."""
-        return self._spent_ns / 1e3 / max(1, self._steps)
+        return self._spent_ns.total() / 1e3 / max(1, self._steps)
+
+    def us_by_call(self) -> dict[str, float]:
+        """Return what was spent in each method since the last restart."""
+        return {name: spent / 1e3 for name, spent in self._spent_ns.items()}
 
     def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         ends_step = name == "on_schedule_end"
@@ -177,7 +215,7 @@ class CallTimer:
             try:
                 return method(*arguments, **named)
             finally:
-                self._spent_ns += time.perf_counter_ns() - started
+                self._spent_ns[name] += time.perf_counter_ns() - started
                 self._steps += ends_step
 
         return timed

@@ -66,7 +66,8 @@ def make_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
 def start_engine(job: dict[str, Any], block_tokens: int = BLOCK_TOKENS, **sizes: int) -> LLM:
     """Start vLLM with kvtier on a job's ``model``, as its ``extra_config`` has it.
 
-    ``engine_id``: in the job, if it is to be known. ``sizes``: what else bounds the engine.
+    ``engine_id``: in the job, if it is to be known; ``connector``: if it is not kvtier's.
+    ``sizes``: what else bounds the engine.
     """
     return LLM(
         model=job["model"],
@@ -77,7 +78,7 @@ def start_engine(job: dict[str, Any], block_tokens: int = BLOCK_TOKENS, **sizes:
         disable_log_stats=False,
         seed=0,
         kv_transfer_config=KVTransferConfig(
-            kv_connector="OffloadingConnector",
+            kv_connector=job.get("connector", "OffloadingConnector"),
             kv_role="kv_both",
             kv_connector_extra_config=job["extra_config"],
             engine_id=job.get("engine_id"),
