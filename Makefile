@@ -112,7 +112,7 @@ $(NEWER)/.made: requirements/engine-cpu-0.33.txt tests/vllm/support/other_releas
 	@PIP_ARGS='$(PIP_ARGS)' $(BIN)/python tests/vllm/support/other_release.py $< $(@D)
 	touch $@
 
-# For `python -m stress.bench disk --beside lmcache`.
+# For `python -m stress.bench lmcache`, and `disk --beside lmcache`.
 LMCACHE := $(VENV)/lmcache
 $(LMCACHE)/.made: requirements/lmcache.txt $(VENV)/.full
 	$(PIP) --target $(@D) -r $<

@@ -23,6 +23,7 @@ BENCHMARKS: Final = {
     "ops": "scheduler-thread time of each call, beside vLLM's manager in the same process",
     "engine": "the real vLLM engine on the CPU, with either tiering",
     "decide": "whether loading or computing is chosen well, in the real engine",
+    "lmcache": "the real vLLM engine on the CPU, with kvtier or with LMCache's server",
     "disk": "the disk and fs tiers beside vLLM's fs tier, LMCache, fio and the bare disk",
     "start": "how long a start waits for kvtier",
     "compression": "how much compressing blocks saves, and costs",
@@ -38,7 +39,7 @@ ENVIRONMENT: Final = {
 }
 """Of the benchmark and its parts; vLLM reads it when it is imported."""
 
-OF_VLLM: Final = ("ops", "engine", "decide", "disk")
+OF_VLLM: Final = ("ops", "engine", "decide", "disk", "lmcache")
 
 
 def main(given: Sequence[str] | None = None) -> int:
