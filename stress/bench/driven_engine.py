@@ -56,7 +56,7 @@ SCHEDULER_CALLS: Final = (
     "request_finished_all_groups",
     "has_pending_push_work",
 )
-WORKER_CALLS: Final = ("start_load_kv", "wait_for_save", "get_finished")
+WORKER_CALLS: Final = ("handle_preemptions", "start_load_kv", "wait_for_save", "get_finished")
 """Calls of any connector, by whose they are; a lookup is its scheduler's, too."""
 
 
