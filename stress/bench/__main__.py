@@ -11,6 +11,8 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
+import structlog
+
 from kvtier.errors import Misuse
 from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
 from kvtier.tools.held_signals import terminable
@@ -70,4 +72,5 @@ def main(given: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     os.environ.update(ENVIRONMENT)
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     sys.exit(main())
