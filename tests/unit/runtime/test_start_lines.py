@@ -122,6 +122,19 @@ def test_a_tier_says_what_it_is_where_what_is_in_it_and_how_long_it_took(
 
 
 @every_cell
+def test_what_a_backend_logs_while_it_is_made_is_in_the_engines_log(
+    tmp_path: Path, cell: str, lines: Lines, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A tier's process wrote it to its stdout, which is the engine's, and vLLM's log lacked it."""
+    facade = start({"type": "fs", "root_dir": str(tmp_path / "kv"), "isolation": cell})
+    wait_for(lines, "tier is open")
+    assert facade.close()
+    (line,) = (each for each in lines if "3 to 10 times as fast" in each["event"])
+    assert (line["tier"], line["block_bytes"], line["log_level"]) == ("1:fs", BLOCK, "info")
+    assert capfd.readouterr().out == ""
+
+
+@every_cell
 def test_a_runtime_that_is_closed_says_what_tiers_have_stored_meanwhile(
     tmp_path: Path, cell: str, lines: Lines
 ) -> None:
