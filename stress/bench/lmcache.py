@@ -25,7 +25,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import InternalError, Misuse
-from kvtier.tools.demo.engine import BLOCK_BYTES, BLOCK_TOKENS, DEMO_SHAPE
+from kvtier.tools.demo.engine import BLOCK_BYTES, BLOCK_TOKENS
+from kvtier.tools.demo.model import DEMO_SHAPE
 from kvtier.tools.terminal import progress, table
 from stress.bench.disk import drop_from_page_cache
 from stress.bench.driven_engine import LOOKUP_CALLS, SCHEDULER_CALLS, WORKER_CALLS
