@@ -10,21 +10,19 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvtier.errors import InternalError
-from kvtier.tools.process_group import process_group
 from stress.bench.sides import KVTIER, PATIENT, kvtier_tier
 from stress.ports import HOST, HeldPort
 from stress.remote.valkey_server import ValkeyServer
 from stress.resources import SHARED_MEMORY
 from stress.runtime.processes import call_of, children, living
+from stress.server_process import ServerProcess
 
 if TYPE_CHECKING:
     import argparse
@@ -125,8 +123,6 @@ class LMCacheSide:
     def __init__(self, storage: Storage, asked: argparse.Namespace) -> None:
         self.storage = storage
         self._held = HeldPort()
-        self._running: ExitStack | None = None
-        self._process: subprocess.Popen[bytes] | None = None
         self.job = {
             "connector": "LMCacheMPConnector",
             "imports_numba": True,
@@ -138,7 +134,7 @@ class LMCacheSide:
             adapter = {"type": "resp", "host": HOST, "port": storage.valkey.port}
         self._shared = f"bench-{os.getpid()}"
         self.marks = self._shared
-        self._arguments = [
+        arguments = [
             *(sys.executable, "-W", "ignore", "-m", "lmcache.v1.multiprocess.server"),
             *("--host", HOST, "--port", str(self._held.number)),
             *("--chunk-size", str(asked.block_tokens), "--l1-size-gb", str(DRAM_BYTES / 2**30)),
@@ -147,34 +143,30 @@ class LMCacheSide:
             *("--supported-transfer-mode", "engine_driven"),
             *("--disable-metrics", "--l2-adapter", json.dumps(adapter)),
         ]
-        self._log = storage.folder.parent / "server.log"
+        self._server = ServerProcess(
+            "LMCache's server",
+            arguments,
+            self._held.number,
+            storage.folder.parent / "server.log",
+            START_TIMEOUT_S,
+        )
 
     def start_server(self) -> None:
-        """Start it, and wait until it listens. Raises ``InternalError`` if it doesn't."""
-        self._running = ExitStack()
-        with self._log.open("ab") as log:
-            group = process_group(self._arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            self._process = self._running.enter_context(group)
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not _listens(self._held.number):
-            if self._process.poll() is not None or time.monotonic() > deadline_s:
-                text = self._log.read_text(errors="replace")[-2000:]
-                raise InternalError(f"LMCache's server does not start:\n{text}")
-            time.sleep(0.1)
+        """Start it, and wait until it listens. Raises ``Failure`` if it doesn't."""
+        self._server.start()
 
     def kill_server(self) -> str:
         """Kill it; what it leaves in shared memory."""
-        if self._running is not None:
-            self._running.close()
-            self._running = self._process = None
+        self._server.kill()
         return left_in_shared_memory(self.marks)
 
     def end_server(self) -> None:
         """Have it end by itself."""
-        if self._process is not None:
-            self._process.terminate()
+        process = self._server.process
+        if process is not None:
+            process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(START_TIMEOUT_S)
+                process.wait(START_TIMEOUT_S)
         self.kill_server()
 
     def restart_server(self) -> None:
@@ -256,11 +248,6 @@ def left_in_shared_memory(marks: str, before: Sequence[str] | set[str] = ()) -> 
         with suppress(FileNotFoundError):
             held += 512 * (SHARED_MEMORY / name).stat().st_blocks
     return f"{len(names)} names, {held >> 20} MiB" if names else "nothing"
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as tried:
-        return tried.connect_ex((HOST, port)) == 0
 
 
 def damage(folder: Path) -> None:

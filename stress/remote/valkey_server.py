@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import signal
-import socket
-import subprocess
-import time
-from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import valkey
 
-from kvtier.tools.process_group import process_group
 from stress.failure import Failure
 from stress.limits import PATIENCE_S
 from stress.ports import HOST, HeldPort
+from stress.server_process import ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,33 +29,21 @@ class ValkeyServer:
         self.usual = memory  #: what its faults set back
         self._held = HeldPort()
         self.port = self._held.number
-        self._log = folder / "server.log"
-        self._arguments = [
+        arguments = [
             *(_program(), "--bind", HOST, "--port", str(self.port)),
             *(*_KEEPS_NOTHING, "--dir", str(folder)),
             *(word for name, value in memory.items() for word in (f"--{name}", str(value))),
         ]
-        self._running: ExitStack | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        log = folder / "server.log"
+        self._server = ServerProcess("a Valkey server", arguments, self.port, log)
 
     def start(self) -> None:
         """Start it, empty, and wait until it listens. Raises ``Failure`` if it doesn't."""
-        stack = ExitStack()
-        with self._log.open("ab") as log:
-            group = process_group(self._arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            self._process = stack.enter_context(group)
-        self._running = stack
-        end_s = time.monotonic() + PATIENCE_S
-        while not self._listens():
-            if time.monotonic() > end_s or self._process.poll() is not None:
-                raise Failure(f"a Valkey server does not start: {self._log.read_text()[-500:]}")
-            time.sleep(0.01)
+        self._server.start()
 
     def kill(self) -> None:
         """End it as a power cut would. What it held is gone."""
-        if self._running is not None:
-            self._running.close()
-            self._running = self._process = None
+        self._server.kill()
 
     def end(self) -> None:
         """Kill it for good."""
@@ -69,17 +53,17 @@ class ValkeyServer:
     @property
     def runs(self) -> bool:
         """Whether it has been started, and not killed since."""
-        return self._process is not None
+        return self._server.process is not None
 
     def stop(self) -> None:
         """Let it hang: the kernel goes on taking connections for it."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGSTOP)
+        if self._server.process is not None:
+            self._server.process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         """End its hanging."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGCONT)
+        if self._server.process is not None:
+            self._server.process.send_signal(signal.SIGCONT)
 
     def client(self, password: str | None = None) -> valkey.Valkey:
         """Return a client for a few commands. Close it."""
@@ -90,10 +74,6 @@ class ValkeyServer:
             socket_timeout=PATIENCE_S,
             single_connection_client=True,
         )
-
-    def _listens(self) -> bool:
-        with socket.socket() as tried:
-            return tried.connect_ex((HOST, self.port)) == 0
 
 
 def _program() -> str:
