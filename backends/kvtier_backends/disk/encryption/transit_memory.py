@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -26,7 +25,8 @@ class TransitMemory:
     def __init__(self, cipher: BlockCipher) -> None:
         self._cipher = cipher
         self._borrowed_bytes = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._turn = asyncio.Lock()  # of the call that waits for room: it is fair
+        self._given_back = asyncio.Event()
 
     @asynccontextmanager
     async def borrow(self, blocks: int) -> AsyncIterator[list[memoryview]]:
@@ -35,7 +35,11 @@ class TransitMemory:
         A call that is larger than the limit waits until nothing else is lent.
         """
         size = blocks * self._cipher.borrowed_bytes
-        await self._reserve(size)
+        async with self._turn:
+            while self._borrowed_bytes and self._borrowed_bytes + size > TRANSIT_BYTES_MAX:
+                self._given_back.clear()
+                await self._given_back.wait()
+            self._borrowed_bytes += size
         try:
             memory = [self._cipher.borrow() for _ in range(blocks)]
             yield memory
@@ -43,28 +47,4 @@ class TransitMemory:
                 self._cipher.give_back(each)
         finally:
             self._borrowed_bytes -= size
-            self._wake()
-
-    async def _reserve(self, size: int) -> None:
-        if not self._waiting and self._fits(size):
-            self._borrowed_bytes += size
-            return
-        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, woken))
-        try:
-            await woken
-        except asyncio.CancelledError:
-            if not woken.cancelled():
-                self._borrowed_bytes -= size  # it was woken already
-            self._wake()
-            raise
-
-    def _fits(self, size: int) -> bool:
-        return not self._borrowed_bytes or self._borrowed_bytes + size <= TRANSIT_BYTES_MAX
-
-    def _wake(self) -> None:
-        while self._waiting and (self._waiting[0][1].done() or self._fits(self._waiting[0][0])):
-            size, woken = self._waiting.popleft()
-            if not woken.done():  # else it was cancelled
-                self._borrowed_bytes += size
-                woken.set_result(None)
+            self._given_back.set()
