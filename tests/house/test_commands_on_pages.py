@@ -53,12 +53,10 @@ def refusal(words: list[str], *, is_part: bool) -> str | None:
     It is read as the command line reads it, and not run.
     """
     try:
-        _, bound, _ = make_app().parse_args(words, print_error=False, exit_on_error=False)
+        make_app().parse_args(words, print_error=False, exit_on_error=False)
     except CycloptsError as refused:
         return None if is_part and isinstance(refused, MissingArgumentError) else str(refused)
-    # ``doctor`` takes an unknown option for a file, which it then can't read.
-    odd = [each for each in bound.args if isinstance(each, str) and each.startswith("--")]
-    return f"unknown options: {odd}" if odd else None
+    return None
 
 
 @pytest.mark.parametrize("is_part", [False, True], ids=["in blocks", "in the text"])
