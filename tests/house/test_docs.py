@@ -9,14 +9,14 @@ import re
 import shlex
 import sys
 import tomllib
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from sources import SHIPPED, missing_paths, tree_of
+from pages import DOCS
+from sources import ROOT, SHIPPED, missing_paths, tree_of
 from test_rooms import MAY_IMPORT, UNBOUND
 
 from kvtier.engine.link.circuit_breaker import BREAKER_TABLE
@@ -32,10 +32,8 @@ from tests.support.docs_scripts import docs_script
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
     from enum import IntEnum
-
-ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
 
 
 def code_blocks(page: str, language: str) -> list[str]:

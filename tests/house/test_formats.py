@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from sources import MODULES, ROOT
+from pages import DOCS, section
+from sources import MODULES
 
 from kvtier_backends.disk import format as disk_format
 from kvtier_backends.fs import forms, layout
@@ -40,9 +41,8 @@ VERSIONS: Final = [
 
 
 def test_every_format_on_the_page_has_its_version() -> None:
-    page = (ROOT / "docs/how-to/start-stop-update.md").read_text()
-    section = page.partition("\n## Formats\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| ([^|]+) \| (\d+) \|", section, re.MULTILINE)
+    text = section((DOCS / "how-to/start-stop-update.md").read_text(), "Formats")
+    rows = re.findall(r"^\| ([^|]+) \| (\d+) \|", text, re.MULTILINE)
     assert len(rows) == len(VERSIONS)
     for (what, version), (begins, versions) in zip(rows, VERSIONS, strict=True):
         assert what.startswith(begins)

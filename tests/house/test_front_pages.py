@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from markdown.extensions.toc import slugify, unique
+from sources import ROOT
 
 from kvtier.tools.cli.main import COMMANDS
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 FRONT_PAGES = sorted(path.name for path in ROOT.glob("*.md"))
 WORDS_MAX = {"README.md": 700, "CHANGELOG.md": 900}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+
+from pages import DOCS
 
 from kvtier.core import metrics
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 GLOSSARY = DOCS / "reference/glossary.md"
 NEEDED = {
     *("backend", "block", "cascade", "cell", "chunk", "circuit breaker", "digest", "facade"),

@@ -13,12 +13,13 @@ import pkgutil
 import re
 import shutil
 import tomllib
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
+from pages import DOCS
+from sources import ROOT
 
 import kvtier
 import kvtier.plugin_api
@@ -36,8 +37,6 @@ from tests.support.docs_scripts import docs_script
 if TYPE_CHECKING:
     from types import ModuleType
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
 TIERS = DOCS / "reference/tiers"
 PUBLIC = [
     "kvtier",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 
+from pages import DOCS, in_code_type, section
 from sources import ROOT, SHIPPED, tree_of
 from test_rooms import MAY_IMPORT, UNBOUND
 
@@ -19,8 +20,8 @@ from kvtier.hosts.life import LifeEvent, LifeState
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk.log.regions import RegionEvent, RegionState
 
-PAGE = (ROOT / "docs/explanation/tour.md").read_text()
-PICTURE = (ROOT / "docs/explanation/state-machines.svg").read_text()
+PAGE = (DOCS / "explanation/tour.md").read_text()
+PICTURE = (DOCS / "explanation/state-machines.svg").read_text()
 
 OF_TABLES = [
     *(BlockState, SlotState, SlotEvent, BreakerState, BreakerEvent),
@@ -37,15 +38,9 @@ BOXES = {
 
 def rows(title: str) -> list[list[list[str]]]:
     """Return the names in code type in each cell, for the rows of a section's first table."""
-    section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    found = re.findall(r"^\| (?!-)(.+) \|$", section, re.MULTILINE)
+    found = re.findall(r"^\| (?!-)(.+) \|$", section(PAGE, title), re.MULTILINE)
     assert len(found) > 2, f"no table below {title}"
-    return [[names(cell) for cell in row.split(" | ")] for row in found[1:]]
-
-
-def names(cell: str) -> list[str]:
-    """Return what is in code type."""
-    return re.findall(r"`([^`]+)`", cell)
+    return [[in_code_type(cell) for cell in row.split(" | ")] for row in found[1:]]
 
 
 def test_the_rooms_are_those_of_the_house() -> None:

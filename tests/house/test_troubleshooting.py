@@ -7,22 +7,18 @@ import re
 
 import pytest
 from log_events import HOLE, events_in, events_of
-from sources import ROOT, SHIPPED, name_of
+from pages import DOCS, in_code_type, section
+from sources import SHIPPED, name_of
 
 from kvtier.tools.watching.readings import FAULTS, OF_TIER
 
-DOCS = ROOT / "docs"
 PAGE = DOCS / "how-to/troubleshoot.md"
 
 
 def first_cells(title: str) -> list[str]:
     """Return what stands in code type in the first column of the tables below a heading."""
-    text = PAGE.read_text().partition(f"\n## {title}\n")[2]
-    assert text, f"no heading {title}"
-    cells = re.findall(
-        r"^\| ([^|]*) \|", re.split(r"^## ", text, flags=re.MULTILINE)[0], re.MULTILINE
-    )
-    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    cells = re.findall(r"^\| ([^|]*) \|", section(PAGE.read_text(), title), re.MULTILINE)
+    return [name for cell in cells for name in in_code_type(cell)]
 
 
 def is_about(row: str, event: str) -> bool:
