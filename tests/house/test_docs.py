@@ -32,8 +32,8 @@ from tests.support.docs_scripts import docs_script
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
     from enum import IntEnum
+    from pathlib import Path
 
 
 def code_blocks(page: str, language: str) -> list[str]:
