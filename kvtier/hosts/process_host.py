@@ -266,7 +266,7 @@ class TierProcess(TierHost):
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Logged):
-            log.write(message.level, message.event, dict(message.fields))
+            _log(message)
         elif isinstance(message, wire.TierBroke):
             self._say_broke(message.reason)
         elif isinstance(message, Opened):
@@ -446,6 +446,9 @@ class _Child:
             if not self.channel.wait(min(left_s, _START_POLL_S)):
                 continue
             for answer in self.channel.drain():
+                if isinstance(answer, Logged):  # by the backend while it was made
+                    _log(answer)
+                    continue
                 if isinstance(answer, Ready):
                     self.ready = answer
                     return
@@ -463,6 +466,10 @@ class _Child:
         self.process.kill()
         self.channel.close()
         return BoundedCall(self.process.wait, f"kvtier-{self._tier.name}-reap").wait(KILL_S)
+
+
+def _log(line: Logged) -> None:
+    log.write(line.level, line.event, dict(line.fields))
 
 
 def _refusal(answer: Refused) -> Exception:

@@ -164,8 +164,8 @@ def main(
     memory = SlotMemory.of_descriptor(
         memory_descriptor, setup.slot_count, setup.context.block_bytes, setup.rests
     )
-    early: list[tuple[Level, str, Fields]] = []  # lines from before the engine takes any
-    send_log_to(lambda *line: early.append(line))
+    outbox = Outbox(channel)
+    send_log_to(outbox.say)
     try:
         backend = make_backend(setup.tier, setup.context)
     except Exception as error:  # noqa: BLE001 - whatever it is, the engine's side raises it
@@ -176,11 +176,7 @@ def main(
         return
     _answer(channel, _ready(backend))
     first, *others = _next(channel)
-    outbox = Outbox(channel)
     if isinstance(first, Begin):
-        send_log_to(outbox.say)
-        for line in early:
-            outbox.say(*line)
         cell = TierCell(
             setup.tier.name,
             backend,
