@@ -40,7 +40,7 @@ from kvtier.hosts.channel import (
     ToTier,
 )
 from kvtier.hosts.process_log import send_log_to
-from kvtier.hosts.spawning import end_with_parent, show_as
+from kvtier.hosts.spawning import end_with_parent, let_waker_go_on, show_as
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.plugins import fallback_policy, make_backend, policy_maker
 from kvtier.tier.cell import TierCell, reason_of
@@ -151,6 +151,7 @@ def main(
     """Serve one tier until the process is to end. Called by the program that the engine starts."""
     end_with_parent(parent_pid)
     show_as(sys.argv[1])
+    let_waker_go_on()
     for number in (signal.SIGINT, signal.SIGTERM):
         # They are sent to whole process groups: the engine gets them too, and decides.
         signal.signal(number, signal.SIG_IGN)

@@ -184,6 +184,15 @@ def test_the_process_is_named_after_its_tier(benches: list[Bench]) -> None:
         assert Path(f"/proc/{bench.pid}/comm").read_text() == f"{shown}\n"
 
 
+def test_the_process_does_not_take_the_processor_from_the_thread_that_wakes_it(
+    benches: list[Bench],
+) -> None:
+    """In the kernel's words: it is a batch process."""
+    bench = Bench(memory_tier())
+    benches.append(bench)
+    assert os.sched_getscheduler(bench.pid) == os.SCHED_BATCH
+
+
 def test_the_link_is_told_of_time_for_which_a_process_that_owes_an_answer_is_not_run(
     benches: list[Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
