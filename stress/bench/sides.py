@@ -125,7 +125,7 @@ def _kvtier_manager(setup: Setup) -> Any:  # noqa: ANN401 - as vLLM's
         facade,
         config,
         cast("Any", offloading_spec()),
-        KVTierOffloadingSpec.metrics({}),
+        KVTierOffloadingSpec.metrics({"secondary_tiers": tiers}),
         region.memory,
         cast("Any", region),
     )
