@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 REMEMBERED_BLOCKS_A_SLOT: Final = 8
-"""By default a policy remembers so many blocks for each slot of the primary tier."""
+"""Blocks that a policy remembers for each slot of the primary tier, by default."""
 
 
 REMEMBERED_BLOCKS_MAX: Final = 1 << 26
-"""Memory for more than a gigabyte of what is remembered is taken at start."""
+"""The most blocks that may be remembered: their memory is allocated at the start."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class AdmissionPolicy(ABC):
         """Return for each of ``keys``, head to tail of ``request``, whether it is worth writing."""
 
     def touch(self, keys: Sequence[Key], request: RequestId) -> None:  # noqa: B027 - as pass_time
-        """Learn that ``request`` goes on from ``keys``, which it found in the primary tier."""
+        """Learn that ``request`` continues from ``keys``, which it found in the primary tier."""
 
     @abstractmethod
     def end_request(self, request: RequestId, order: Sequence[Key] | None) -> list[Key]:

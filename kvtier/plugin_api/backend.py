@@ -31,8 +31,9 @@ DIGEST_BYTES = 16
 """Length of a ``block_digest``."""
 
 DIGEST_STEP_BYTES: Final = 1 << 16
-"""xxhash releases the GIL for 100 KB and more, and a thread that wants it back waits for
-Python's switch interval, 5 ms, while the scheduler is busy; a step takes some microseconds."""
+"""Bytes that one step of a digest hashes. xxhash releases the GIL for 100 KB and more, and a thread
+that wants it back waits for Python's switch interval, 5 ms, while the scheduler is busy; a step
+takes some microseconds."""
 
 
 def block_digest(key: bytes, buffer: memoryview, step_bytes: int = DIGEST_STEP_BYTES) -> bytes:
@@ -145,7 +146,7 @@ class BackendContext:
     namespace: Namespace
     tier_name: str  #: for log lines and thread names, e.g. ``"1:fs"``
     engine_pid: int = field(default_factory=os.getpid)
-    """The process to name to users: a tier may run in another one, which they don't know."""
+    """The process id to show to users: a tier may run in another process, which they don't know."""
     filesystem: int | None = None
     """The number of the filesystem that the tier's folder was on before the tier was restarted.
 
@@ -153,11 +154,12 @@ class BackendContext:
     wait_s: float = 0.0
     """How long ``from_options`` may wait for a place that another engine uses, in seconds.
 
-    0 at the engine's start. Later nothing blocks: the engine runs without the tier until then."""
+    0 at the engine's start. Later a wait blocks nothing, as the engine already runs without the
+    tier."""
     engine: object = None
     """The engine's object for a backend that ``needs_engine``; None in a tier's own process."""
     read_only: bool = False
-    """No blocks, nor anything beside them, may be written. ``store`` is offered no block then."""
+    """Neither blocks nor anything beside them may be written; ``store`` is not called."""
 
 
 @dataclass(frozen=True)
@@ -176,23 +178,23 @@ class BackendTraits:
     """Loads are not cut into calls of fewer blocks than this: if a call costs more
     than its blocks, they are better moved together."""
     store_batch_blocks_min: int = 1
-    """The same for stores. No request waits for one, so it may be as many as keep a call busy."""
+    """The same for stores. No request waits for a store, so large calls do no harm."""
     load_batch_blocks_max: int = 16
-    """How many blocks one call may be given. Enough that a call is worth its
-    hand-over to a thread, few enough that others need not wait for it."""
+    """The most blocks in one call: enough that a call is worth its hand-over to a thread, few
+    enough that other calls need not wait long for it."""
     store_batch_blocks_max: int = 16
     """The same for stores."""
     request_scoped: bool = False
-    """Its contents depend on the request: it serves requests that come with parameters for it
-    (vLLM's ``kv_transfer_params``), and given their blocks, through ``begin_request``. It is not
-    notified of other requests, and its contents are not remembered. Not with a capacity."""
+    """Its contents depend on the request. Requests with parameters for it (vLLM's
+    ``kv_transfer_params``) are served, and their blocks stored, through ``begin_request``. It is
+    not notified of other requests, and its contents are not remembered. Not with a capacity."""
     serves_others: bool = False
-    """It requests blocks by itself (``on_wanted``): the engine keeps stepping when it has nothing
-    to do, since such a request would otherwise go unnoticed."""
+    """It requests blocks by itself (``on_wanted``): the engine keeps stepping while it is idle,
+    since such a request would otherwise go unnoticed."""
     presence_ttl_s: float | None = None
-    """How long to believe, in seconds, that a block is there once it has been stored: after
-    that the tier is probed again. For storage where others evict. None: until a load finds it gone,
-    or ``on_lost`` reports it. Not with a capacity."""
+    """For how many seconds a stored block is assumed to exist: after that the tier is probed again.
+    For storage where others evict. None: until a load finds it gone, or ``on_lost`` reports it. Not
+    with a capacity."""
     connects: bool = False
     """It needs a server, and reports its connection's state (``on_connection``). Until it has, it
     counts as ``CONNECTING``, and the engine's start waits for it, for ``startup_connect_timeout_s``
@@ -200,10 +202,10 @@ class BackendTraits:
     probe_batches_max: int | None = None
     """How many ``probe`` calls may run at once. None: as many as ``load`` calls."""
     probe_batch_blocks_min: int = 16
-    """Probes are not cut into calls for fewer keys than this: set more if a call costs much and
-    a key little."""
+    """Probes are not cut into calls for fewer keys than this: set more if a call is expensive and a
+    key cheap."""
     probe_batch_blocks_max: int = 64
-    """How many keys one ``probe`` may look up. A short probe waits for a call like that to end."""
+    """The most keys in one ``probe`` call. A short probe may wait for one such call to end."""
 
 
 Isolation: TypeAlias = Literal["thread", "process"]
@@ -234,13 +236,12 @@ class ServedRequest(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Note that the request asks for nothing more; its calls may still be in flight."""
+        """Note that the request makes no more calls; earlier ones may still be in flight."""
 
     def prefix_hits(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - those who want all need it not
-        """Note that these of the blocks that ``store`` is given were here before the request.
+        """Note that these blocks of the next ``store`` were here before the request.
 
-        Called before the ``store`` with them. A request that wants only blocks it computes itself
-        returns ABSENT for them.
+        A backend that wants only the blocks that the request computes returns ABSENT for them.
         """
 
     def missing(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - those who want none need none
@@ -261,19 +262,19 @@ class Backend(ABC):
     on_lost: Callable[[Sequence[bytes]], None] = staticmethod(lambda _keys: None)
 
     #: Call it on the loop's thread when the state of the connection to a server changes. While
-    #: that is not ``UP``, the tier is asked for nothing and given nothing, and no request waits for
-    #: it: ``open`` need not wait for the server. A backend that never calls it counts as ``UP``,
+    #: that is not ``UP``, the tier gets no work, and no request waits for it: ``open`` need not
+    #: wait for the server. A backend that never calls it counts as ``UP``,
     #: unless ``traits.connects``. Set before ``open``.
     on_connection: Callable[[Connection], None] = staticmethod(lambda _state: None)
 
     #: Call it on the loop's thread to get blocks of the engine's memory, for example for a request
-    #: of another engine. Blocks that are there come to ``ServedRequest.store``, and stay until it
-    #: returns; the others come to ``missing``. Set before ``open``, if ``traits.request_scoped``.
+    #: of another engine. Available blocks are passed to ``ServedRequest.store``, and stay until it
+    #: returns; the others to ``missing``. Set before ``open``, if ``traits.request_scoped``.
     on_wanted: Callable[[RequestId, Sequence[bytes], ServedRequest], None] = staticmethod(
         lambda _request, _keys, _served: None
     )
 
-    #: Call it when the request is over: blocks that come for it are no longer of use.
+    #: Call it when the request is over: further blocks for it are of no use.
     on_wanted_no_more: Callable[[RequestId], None] = staticmethod(lambda _request: None)
 
     #: Gives loads priority over stores that have begun: a thread that stores block after block
@@ -285,9 +286,10 @@ class Backend(ABC):
     isolation: ClassVar[Isolation] = "thread"
     """Its preferred host, unless the tier's configuration says otherwise."""
     needs_engine: ClassVar[bool] = False
-    """It is part of an engine (``BackendContext.engine``), and runs in that process alone."""
+    """It is part of an engine (``BackendContext.engine``), and runs only in the engine's
+    process."""
     metrics: ClassVar[Mapping[str, BackendMetric]] = {}
-    """What ``counters`` returns: each becomes a metric of its own, ``kvtier:TYPE_NAME``."""
+    """Metrics that ``counters`` returns, by name: each is exported as ``kvtier:TYPE_NAME``."""
     traits: BackendTraits
 
     @classmethod
@@ -325,7 +327,7 @@ class Backend(ABC):
 
     @classmethod
     def check_connection(cls, options: Mapping[str, Any], context: BackendContext) -> str | None:  # noqa: ARG003 - as above
-        """Try the storage: reach it, log in, and store, load and remove something small.
+        """Try the storage: reach it, log in, and store, load and remove a small object.
 
         For ``kvtier check --connect``, after ``check_options`` and in a thread of its own. Leaves
         nothing behind, and claims nothing. Returns in a few words what worked. Raises
@@ -341,7 +343,7 @@ class Backend(ABC):
 
     @property
     def place(self) -> str | None:
-        """The folder or address that no other tier of this engine may use too."""
+        """The folder or address of the blocks, which no other tier of this engine may use."""
         return None
 
     @property
@@ -416,14 +418,14 @@ class Backend(ABC):
         return
 
     def busy_threads(self) -> int:
-        """Return how many threads may still touch a buffer they were given. Any thread.
+        """Return the number of threads that may still touch a buffer. Any thread may call it.
 
         After ``close`` the slots' memory stays mapped until this is 0.
         """
         return 0
 
     def counters(self) -> Mapping[str, int]:
-        """Return the values of ``metrics``, by name: what it has done, met or lost.
+        """Return the values of ``metrics``, by name: its work, faults and losses.
 
         Any thread may call it, also while calls run. A counter that is left out is 0; a gauge
         that is left out is not known.

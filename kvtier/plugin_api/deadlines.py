@@ -25,8 +25,8 @@ _deadline: ContextVar[float] = ContextVar("kvtier_deadline", default=NEVER)
 def time_left_s() -> float:
     """Return the seconds for which this call is still waited for.
 
-    Infinite for a call without a deadline, such as ``remove``; at least 0. To be called in the
-    task that runs the call: a thread that the task hands work to has no deadline of its own.
+    Infinite for a call without a deadline, such as ``remove``; at least 0. Call it in the task that
+    runs the backend's call: threads to which that hands work have no deadline of their own.
     """
     return max(0.0, _deadline.get() - time.monotonic())
 
@@ -38,7 +38,7 @@ def set_deadline(monotonic_s: float) -> None:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Limit the code in this block to so many seconds: for tests, and for calls within a call."""
+    """Limit the code in this block to ``seconds``: for tests, and for calls within a call."""
     token = _deadline.set(min(_deadline.get(), time.monotonic() + seconds))
     try:
         yield

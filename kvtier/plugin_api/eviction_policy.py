@@ -29,7 +29,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[Key], request: RequestId) -> None:
-        """Learn that ``request`` used ``keys``, given from head to tail. Unknown ones: ignore."""
+        """Learn that ``request`` used ``keys``, given from head to tail. Ignore unknown keys."""
 
     @abstractmethod
     def hold(self, keys: Sequence[Key]) -> None:
@@ -60,7 +60,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def restore(self, keys: Sequence[Key]) -> None:
-        """Take back keys that were just chosen but not evicted; they are the next to go."""
+        """Take back keys that were just chosen but not evicted; they are the next victims."""
 
     def pass_time(self, now: float) -> None:  # noqa: B027 - most policies need no clock
         """Learn the time, ``now``: seconds of the runtime's clock, about once a second."""

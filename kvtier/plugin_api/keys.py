@@ -11,7 +11,7 @@ GROUP_BYTES: Final = 4
 """The last bytes of a key: the KV-cache group's index, big-endian. Each group is a chain."""
 
 MARK_BYTES: Final = 24
-"""So much longer are keys of later weight generations: ``kvtier/core/generations.py``."""
+"""Additional length of keys of later weight generations: ``kvtier/core/generations.py``."""
 
 UNNAMED_MARK: Final = b"\xffkvtier?"
 """Begins the mark of a generation of unnamed weights."""

@@ -1,12 +1,12 @@
 """The protocol between ``kvtier ls``, ``fsck``, ``purge``, ``evict`` and a tier's storage.
 
-These commands look at storage without an engine, or beside engines that use it. They know no
+These commands read storage without an engine, or beside engines that use it. They depend on no
 storage technology: a third party registers a class under the entry-point group ``kvtier.offline``,
 by the name of its tier type, and its storage is listed, verified and purged like any other. It is
-apart from ``Backend``, since a command must start without what an engine needs.
+separate from ``Backend``, since a command must start without an engine's libraries.
 
-Results carry what all storage has (blocks, bytes, namespaces) by name, and what only one has in
-``figures``, for ``--json``, and ``rows``, for people.
+Results have named fields for the facts of all storage (blocks, bytes, namespaces); those of one
+type are in ``figures``, for ``--json``, and in ``rows``, for readers.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class NamespaceBlocks:
             self.newest_s = max(int(stored_s), self.newest_s or 0)
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """Set what the namespace's description names."""
+        """Set the facts in the namespace's description."""
         self.facts = facts
 
     def figures(self) -> dict[str, Any]:
-        """Return its row of a report. Storage that knows more, or less, returns other columns."""
+        """Return its row of a report. Storage with more facts, or fewer, returns other columns."""
         return asdict(self)
 
 
@@ -67,12 +67,12 @@ class Selection(NamedTuple):
 
     @property
     def are_whole_namespaces(self) -> bool:
-        """Return whether nothing of a namespace stays."""
+        """Return whether it removes namespaces as a whole."""
         return self.before_s is None and not self.dead
 
     @property
     def is_everything(self) -> bool:
-        """Return whether nothing at all stays, readable or not."""
+        """Return whether it removes everything, readable or not."""
         return self.are_whole_namespaces and self.namespace is None
 
     def has(self, namespace: str, key: Key | None, stored_s: float | None = None) -> bool:
@@ -86,7 +86,7 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """What storage holds."""
+    """Contents of storage."""
 
     namespaces: Sequence[NamespaceBlocks]
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Verified:
-    """What a check of all blocks found."""
+    """Result of a check of all blocks."""
 
     figures: Mapping[str, Any]
     rows: Sequence[tuple[str, str]]
@@ -110,7 +110,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class Removed:
-    """What was removed, or would be."""
+    """Result of a removal, or of a dry run."""
 
     namespaces: Sequence[NamespaceBlocks]
     figures: Mapping[str, Any]
@@ -130,11 +130,11 @@ class Removed:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """What storage held before it was shrunk, and what was removed."""
+    """Contents of storage before it was shrunk, and the blocks removed."""
 
     blocks: int
     bytes: int
-    other_bytes: int  #: of what is no block
+    other_bytes: int  #: of files or objects that are not blocks
     blocks_removed: int
     bytes_removed: int
     blocks_failed: int  #: that could not be removed
@@ -150,9 +150,9 @@ class Shrunk:
 class Offline(ABC):
     """The storage of one tier, as seen by tools. Engines may be using it.
 
-    Calls block, and come from one thread. They raise ``OSError`` or ``StoreFault`` for storage
-    that fails, and ``ConfigError`` for what it does not offer. Ctrl-C ends a call early: it
-    reports what was done, with ``is_complete`` False, or lets ``KeyboardInterrupt`` pass.
+    Calls block, and come from one thread. They raise ``OSError`` or ``StoreFault`` for storage that
+    fails, and ``ConfigError`` for operations that it does not offer. Ctrl-C ends a call early: it
+    reports its work so far, with ``is_complete`` False, or lets ``KeyboardInterrupt`` pass.
     """
 
     place: str  #: the folder or the address, for people
@@ -162,8 +162,8 @@ class Offline(ABC):
     def at(cls, place: str) -> Offline | None:
         """Return the storage at ``place``, an existing folder or an address.
 
-        None if that is not of this type. Raises ``OSError``, and ``ConfigError`` for an address of
-        this type that is of no use.
+        None if that is not of this type. Raises ``OSError``, and ``ConfigError`` for an unusable
+        address of this type.
         """
 
     @classmethod
@@ -191,7 +191,7 @@ class Offline(ABC):
         """Count the blocks by namespace."""
 
     def describe(self, progress: ShowProgress) -> Mapping[str, Mapping[str, Any]]:  # noqa: ARG002 - for those that can
-        """Return what the description of each namespace names, without a look at any block.
+        """Return the facts in each namespace's description, without reading any block.
 
         Raises ``ConfigError`` also if the storage does not let this user list it.
         """

@@ -1,4 +1,4 @@
-"""Shows how far a long piece of work has come, where somebody watches."""
+"""Shows the progress of long work, if there is a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Progress(Protocol):
     """Work that is being watched."""
 
     def advance(self, count: int = 1) -> None:
-        """Note that so many more of the total are done."""
+        """Note that ``count`` more of the total are done."""
 
 
 class ShowProgress(Protocol):

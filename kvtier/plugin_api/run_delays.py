@@ -1,7 +1,7 @@
-"""Measures how long a process is ready to run without running: the machine runs others.
+"""Measures how long a process is ready to run but not running, because the machine runs others.
 
-The kernel counts that for each thread, once it has run it: for a thread that is ready, but has
-not been run since the last look, the time between the two is added here.
+The kernel counts that for each thread, but only once the thread runs. For a thread that is ready,
+but has not run since the last look, the time since then is added here.
 """
 
 from __future__ import annotations

@@ -3,13 +3,12 @@
 A block is useless without its ancestors, so within one request tails go
 before heads: for prefix trees that amounts to evicting leaves only.
 
-Keys stand in *runs*. A run holds, from head to tail, the keys that one request
-put there; runs stand in the order of their stamps. The next to go is the tail of
-the oldest run.
+Keys are in *runs*. A run holds, from head to tail, the keys that one request put there; runs are
+ordered by their stamps. The next victim is the tail of the oldest run.
 
-Held keys are met once. One that stands on the way to a victim is set aside
-behind the tail of its run. It is the next of that run to go once it is unheld,
-and still at the tail when its request uses something else.
+A held key is visited once: on the way to a victim it is set aside behind the tail of its run. Once
+unheld, it is the next victim of that run, and it stays at the tail when its request uses other
+keys.
 
 At a million keys nothing here may slow the garbage collector down. It does
 not track a dict of bytes, numbers, None and ``Run``; it would walk through an

@@ -2,14 +2,14 @@
 
 A tier holds back the stores that its backend does not have yet. Those that it has are large
 batches, several for each thread that writes: such a thread waits for its turn here before each
-block. A write in progress when a load comes is not waited for here, so few batches go on
-for a while after a load: another one often follows.
+block. A load does not wait for a write in progress, so only few batches continue for a while after
+a load, because another one often follows.
 
-A request waits for a load, and none for a store. But loads that never pause would leave stores no
-time, and then blocks leave DRAM before they are stored. So stores are held back for
-``HELD_S_MAX``, and then not at all for as long: for half of the time at most, and a hung load
-costs them no more than that. Not by a share of the threads alone: on a filesystem that serves many
-threads at once, a quarter of them stores a quarter.
+Requests wait for loads but not for stores. But loads that never pause would leave stores no time,
+so that blocks leave DRAM before they are stored. So stores are held back for ``HELD_S_MAX``, and
+then not at all for as long: for at most half of the time, even if a load hangs. Limiting the number
+of threads alone is not enough: on a filesystem that serves many threads at once, a quarter of the
+threads stores a quarter as much.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 HELD_S_MAX: Final = 1.0
-"""How long loads may hold stores back at a stretch. It is regained as fast as it is used up."""
+"""Longest time for which loads may hold stores back. It recovers as fast as it is used up."""
 
 LINGER_S: Final = 0.5
-"""How long after a load only few batches go on."""
+"""Time after a load during which only few batches continue."""
 
 LOADING_BATCHES: Final = 1
-"""How many batches go on during a load: the oldest ones."""
+"""Number of batches that continue during a load: the oldest ones."""
 
 LINGERING_BATCHES: Final = 4
-"""How many batches go on after a load."""
+"""Number of batches that continue for a while after a load."""
 
 
 class StoreTurns:

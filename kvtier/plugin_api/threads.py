@@ -1,8 +1,7 @@
 """Runs calls that block, and may never return, in threads; and wakes a loop in another thread.
 
 anyio's own worker threads are joined when the process ends, so one hung read
-would keep the engine from exiting. These are daemons: a call that hangs costs
-its thread and nothing else.
+would keep the engine from exiting. These are daemons: a call that hangs costs only its thread.
 """
 
 from __future__ import annotations

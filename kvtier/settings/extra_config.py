@@ -37,11 +37,11 @@ class VLLMOptions:
     """for kvtier: `"kvtier.vllm"`"""
     cpu_bytes_to_use: Annotated[option.Size, Meta(ge=1, extra={"rounds_down": True})]
     """bytes of host memory for the primary tier, all workers together, and for each data-parallel
-    engine. Refused: too small for one block; more, for all engines of a host, than its memory, or
-    than is free in `/dev/shm`"""
+    engine. Refused: too small for one block; for all engines of a host together, more than its
+    memory, or more than is free in `/dev/shm`"""
     block_size: Annotated[option.Integer, Meta(ge=1)] | None = None
-    """tokens in one offloaded block; by default vLLM's block size. Refused: no multiple of it;
-    another for a model with a sliding window"""
+    """tokens in one offloaded block; by default vLLM's block size. Refused: a size that is not a
+    multiple of it; any other for a model with a sliding window"""
     blocks_per_chunk: Annotated[option.Integer, Meta(ge=1)] = 1
     """vLLM blocks in one offloaded block; replaces `block_size`. Refused: both keys at once; more
     than 1 for a model with a sliding window"""

@@ -18,13 +18,13 @@ class HostedOptions:
     """The options, read."""
 
     tier: option.Table
-    """an entry of vLLM's own `secondary_tiers`, which vLLM's factory gets as it is, but for
+    """an entry of vLLM's own `secondary_tiers`, which vLLM's factory gets unchanged, except for
     `backpressure`: `{"type": "fs", "root_dir": ...}`, or a class of yours with `module_path`.
     Refused: a tier that serves other engines, such as `kvcr`, but not `p2p`"""
 
     request_scoped: option.Flag = False
     """`true`: the tier's contents depend on the request. It sees the engine's own requests and
-    their `kv_transfer_params`, and none of those that have none. `p2p` does in any case"""
+    their `kv_transfer_params`, but only requests that have some. `p2p` does in any case"""
 
     @classmethod
     def read(cls, options: Mapping[str, Any], where: str) -> HostedOptions:

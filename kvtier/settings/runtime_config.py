@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Ignores: TypeAlias = Callable[[str, str | None], bool]
-    """Returns whether to ignore an unknown key, of a tier's type or (None) of the whole."""
+    """Returns whether to ignore an unknown key, of a tier's type or (None) of the top level."""
 
 DEFAULT_POLICY: Final = "reuse"
 
@@ -57,12 +57,12 @@ class TierConfig:
     offload_policy: OffloadPolicy = "chunk_level"
     """`"request_level"` stores all blocks of a request, including prefix hits"""
     eviction_policy: option.Text = DEFAULT_POLICY
-    """which blocks leave first, in a tier with a capacity of its own"""
+    """the policy that chooses the blocks to evict, in a tier with a capacity of its own"""
     read_only: option.Flag = False
-    """load blocks from the tier, and write nothing to it: for a bucket, a replica or a mount that
+    """load blocks from the tier, but write none to it: for a bucket, a replica or a mount that
     others fill. Refused: beside `admission`"""
     admission: option.ReadApart[str] = ADMIT_ALL
-    """which blocks are written to the tier"""
+    """the policy that chooses the blocks to write to the tier"""
     admission_options: Mapping[str, Any] = field(default_factory=dict)
     isolation: Isolation | None = None
     """where the tier runs: in a process of its own (default of most types), or in the engine's
@@ -81,9 +81,9 @@ class TierConfig:
     hung, see `on_unusable`"""
     startup_connect_timeout_s: Annotated[option.Seconds, Meta(le=3600.0)] = 1.0
     """how long the engine's start waits until a tier that needs a server has reached it; after that
-    the engine starts, and the tier goes on connecting"""
+    the engine starts, and the tier keeps trying to connect"""
     on_unusable: OnUnusable = "refuse"
-    """what happens if the storage cannot be used at the start"""
+    """effect of storage that cannot be used at the start"""
 
     @property
     def request_level(self) -> bool:
@@ -153,11 +153,12 @@ class RuntimeConfig:
     slot_count: int
     block_bytes: int
     eviction_policy: option.Text = DEFAULT_POLICY
-    """which blocks leave the primary tier first. Refused: a policy that is not installed"""
+    """the policy that chooses the blocks to evict from the primary tier. Refused: a policy that is
+    not installed"""
     store_threshold: option.Integer = 0
-    """how often a block must be offered before it is stored; 0 and 1 store at once"""
+    """number of times that a block must be offered before it is stored; 0 and 1 store at once"""
     max_tracker_size: Annotated[option.Integer, Meta(ge=1)] = 64_000
-    """how many keys `store_threshold` counts"""
+    """number of keys that `store_threshold` counts"""
     tiers: tuple[TierConfig, ...] = ()  #: of the key ``secondary_tiers``
     on_reset: OnReset = "new_generation"
     """the effect of vLLM's reset of the connector on blocks that were stored before"""
@@ -173,12 +174,12 @@ class RuntimeConfig:
     abandoned_slots_fraction_max: Annotated[option.Number, Meta(le=1.0)] = 0.125
     """share of the slots that one hung tier may hold before it gets no more loads"""
     lease_timeout_s: option.Seconds = 60.0
-    """how long promoted blocks wait for the request that wanted them"""
+    """longest time that promoted blocks wait for their request"""
     wait_timeout_s: option.Seconds = 600.0
-    """how long a request waits for tiers at most, in their queues too; then it computes the
-    missing blocks, which is no failure of a tier"""
+    """longest time that a request waits for tiers, including their queues; then it computes the
+    missing blocks, which does not count as a failure of a tier"""
     close_timeout_s: option.Seconds = 5.0
-    """how long closing waits for all tiers together"""
+    """longest time that closing waits for all tiers together"""
     job_blocks_max: Annotated[option.Integer, Meta(ge=1)] = 64
     """blocks in one job"""
     jobs_in_flight_max: Annotated[option.Integer, Meta(ge=1)] = 1_024
@@ -189,9 +190,10 @@ class RuntimeConfig:
     """keys remembered as present in a tier, for which it need not be probed; about 170 bytes
     each"""
     load_policy: LoadPolicy = "auto"
-    """`"auto"` computes what would take longer to load; `"always"` loads all that tiers have"""
+    """`"auto"` computes blocks that would take longer to load; `"always"` loads all that tiers
+    have"""
     prefill_tokens_per_s: option.Number | None = None
-    """how fast the engine computes prompts; without it, that is learnt from the engine's steps"""
+    """the engine's speed at computing prompts; by default measured from the engine's steps"""
     record: option.Path | None = None
     """file to which the engine's requests are recorded, for
     [`kvtier replay` and `kvtier size`](../how-to/replay-a-trace.md#record-your-own-requests);
@@ -199,8 +201,8 @@ class RuntimeConfig:
     file that cannot be written, or that another engine writes; a model with several KV-cache
     groups"""
     record_bytes_max: Annotated[option.Size, Meta(ge=1 << 20)] = 1 << 30
-    """bytes of the record: at half of them the file gets the suffix `.1`, in place of the last one
-    with it, and a new one begins"""
+    """bytes of the record: at half of them the file is renamed with the suffix `.1`, replacing the
+    previous one, and a new one begins"""
     breaker_failures_max: Annotated[option.Integer, Meta(ge=1)] = 3
     """consecutive failures that open a tier's circuit breaker"""
     breaker_pause_s: option.Seconds = 1.0

@@ -5,9 +5,9 @@
     {"type": "KVTierSecondaryTier", "module_path": "kvtier.vllm",
      "tier": {"type": "disk", "path": "/nvme/kvtier", "capacity_bytes": "200GB"}}
 
-``tier`` is an entry as in ``secondary_tiers`` of kvtier itself. Beside it stand those keys
-of ``kv_connector_extra_config`` that are about tiers and not about a primary tier, which is
-vLLM's here. vLLM's factory removes ``type``, ``module_path`` and ``backpressure``.
+``tier`` is an entry as in ``secondary_tiers`` of kvtier itself. Beside it are the keys of
+``kv_connector_extra_config`` that are about tiers, but none about a primary tier, which is vLLM's
+here. vLLM's factory removes ``type``, ``module_path`` and ``backpressure``.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class VLLMKeys:
         self._warned: set[tuple[str, str]] = set()
 
     def __call__(self, key: str, tier_type: str | None = None) -> bool:
-        """Return whether vLLM knows a key, of a tier or of the whole. Raises nothing."""
+        """Return whether vLLM has a key, of a tier or of the top level. Raises nothing."""
         reason = NOT_NEEDED.get(key)
         is_known = reason is not None or self._is_read(key, tier_type)
         if is_known and (key, tier_type or "") not in self._warned:
