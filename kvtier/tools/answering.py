@@ -1,7 +1,7 @@
-"""Tells in a bounded time whether a folder's storage answers, before a command looks at it.
+"""Checks in a bounded time whether a folder's storage responds, before a command reads it.
 
-A thread in a call that hangs in the kernel keeps its process from ending, even when that is
-killed. So a process of its own makes the first calls, and is left behind if they hang.
+A thread in a call that hangs in the kernel keeps its process from ending, even when that is killed.
+So a separate process makes the first calls, and is left behind if they hang.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ while True:
             break
         path = above
 """
-"""A call of each kind, in the folder or what there is above it. Errors are answers too."""
+"""Make a call of each kind, in the folder or the nearest existing one above it. Errors count as
+responses."""
 
 
 def answers(path: str, wait_s: float | None = None) -> bool:
-    """Tell whether the storage at ``path`` answers in ``wait_s``, or in ``ANSWER_S_MAX``.
+    """Return whether the storage at ``path`` responds in ``wait_s``, or in ``ANSWER_S_MAX``.
 
     If it doesn't, a process is left behind that ends when the storage is back.
     """
@@ -66,24 +67,24 @@ def answers(path: str, wait_s: float | None = None) -> bool:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-    except (OSError, ValueError):  # no name of a file at all, or no process to be had
+    except (OSError, ValueError):  # not a valid file name, or no process can be started
         return True
     assert process.stdout is not None
     with process.stdout as begins:
-        begins.read(1)  # how long a busy machine takes to start a process says nothing of storage
+        begins.read(1)  # the start of the process is not the storage's time
     try:
         process.wait(ANSWER_S_MAX if wait_s is None else wait_s)
     except subprocess.TimeoutExpired:
         process.kill()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_KILL_S)
-        process.returncode = process.returncode or -1  # nobody waits for it any more
+        process.returncode = process.returncode or -1  # nothing waits for it any more
         return False
     return True
 
 
 def check_answers(path: str) -> None:
-    """Raise ``ConfigError`` if the storage at ``path`` doesn't answer in time."""
+    """Raise ``ConfigError`` if the storage at ``path`` doesn't respond in time."""
     if not answers(path):
         raise ConfigError(
             f"{path} has not answered for {ANSWER_S_MAX:g} s: its storage hangs, or is very slow. "
@@ -92,7 +93,7 @@ def check_answers(path: str) -> None:
 
 
 def silent_option(options: Mapping[str, Any], wait_s: float | None = None) -> str | None:
-    """Return the first key of a tier that names a place whose storage doesn't answer in time."""
+    """Return the first key of a tier that names a place whose storage doesn't respond in time."""
     for key, value in options.items():
         is_place = isinstance(value, str) and "/" in value and "://" not in value
         if is_place and not answers(value, wait_s):

@@ -1,8 +1,8 @@
-"""Puts Ctrl-C and SIGTERM off to where an interruption does no harm.
+"""Defers Ctrl-C and SIGTERM to a point where an interruption does no harm.
 
-A ``KeyboardInterrupt`` is raised between any two instructions. Where it strikes
-as ``threading.Condition`` has taken its lock, the lock is never given back, and
-whoever ends the threads behind it waits for ever.
+A ``KeyboardInterrupt`` is raised between any two instructions. If it strikes just after
+``threading.Condition`` has taken its lock, the lock is never released, and ending the threads that
+need it waits for ever.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HeldSignals:
 
     def __init__(self) -> None:
         self._came: list[int] = []
-        self._handlers: dict[signal.Signals, Any] = {}  # of before; empty: nothing is deferred
+        self._handlers: dict[signal.Signals, Any] = {}  # previous ones; empty: none deferred
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -44,12 +44,12 @@ class HeldSignals:
         self.let_through()
 
     def check(self) -> None:
-        """If a signal has come, let it through, as ``let_through`` does; else go on waiting."""
+        """If a signal has arrived, let it through, as ``let_through`` does; else keep waiting."""
         if self._came:
             self.let_through()
 
     def let_through(self) -> None:
-        """Put nothing off any more. What has come strikes now: ``KeyboardInterrupt``, as a rule."""
+        """Stop deferring. A signal that has arrived strikes now, often as ``KeyboardInterrupt``."""
         while self._handlers:
             signal.signal(*self._handlers.popitem())
         while self._came:
@@ -61,7 +61,7 @@ class HeldSignals:
 
 @contextmanager
 def terminable() -> Iterator[Callable[[], bool]]:
-    """Make SIGTERM as orderly as Ctrl-C, whoever handles that; give what tells whether it came."""
+    """Handle SIGTERM like Ctrl-C; yield a function that returns whether it has arrived."""
     came = threading.Event()
 
     def interrupt(*_: object) -> None:

@@ -1,7 +1,7 @@
 """Runs a part of a command in a process group of its own, which doesn't outlive the command's call.
 
-A ``Popen`` that Ctrl-C interrupts has often started its program already, and
-leaves it running with nobody to know it. So signals wait until it can be killed.
+A ``Popen`` that Ctrl-C interrupts has often started its program already, and leaves it running
+unnoticed. So signals wait until it can be killed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def process_group(arguments: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:  # noqa: ANN401 - Popen's
-    """Start a program, and kill it with all that it has started when the block is left.
+    """Start a program, and kill it with all its children when the block is left.
 
-    Options are those of ``Popen``. Ctrl-C in a terminal reaches the calling process alone.
+    Options are those of ``Popen``. Ctrl-C in a terminal reaches only the calling process.
     Any thread may call it. Raises ``OSError`` if the program can't be started.
     """
     with HeldSignals() as signals:

@@ -1,7 +1,7 @@
-"""What all commands show alike: tables on stdout, progress on stderr, JSON files written whole.
+"""Output of all commands: tables on stdout, progress on stderr, JSON files written whole.
 
-On a terminal, progress is a bar that goes away. Elsewhere nothing is shown of it, so that a log, or
-the mail of a cron job, has only what matters.
+On a terminal, progress is a bar that disappears. Elsewhere it is not shown, so that a log, or the
+mail of a cron job, has only the result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from kvtier.plugin_api.progress import Progress
 
-PLAIN_WIDTH_COLUMNS: Final = 200  #: of a table in a file or a pipe; it is as narrow as it can be
+PLAIN_WIDTH_COLUMNS: Final = 200  #: of a table in a file or a pipe, at most
 BAR_UPDATE_EVERY_S: Final = 0.1
 
 
@@ -49,9 +49,9 @@ def made_table(
     *,
     is_dense: bool = False,
 ) -> Table:
-    """Return a table for rich. The first column is text; the others stand to the right.
+    """Return a table for rich. The first column is text; the others are right-aligned.
 
-    ``is_dense``: for a table of many columns: one space between them, in place of two.
+    ``is_dense``: one space between columns, instead of two, for tables with many.
     """
     from rich import box  # noqa: PLC0415 - as in _console
     from rich.table import Table  # noqa: PLC0415 - as in _console
@@ -74,7 +74,7 @@ def made_table(
 
 @contextmanager
 def progress(label: str, total: int | None) -> Iterator[Progress]:
-    """Show how far something has come until the block ends. ``total`` None: not known."""
+    """Show progress until the block ends. ``total`` None: not known."""
     if not sys.stderr.isatty():
         yield _NoProgress()
         return
@@ -95,7 +95,7 @@ def progress(label: str, total: int | None) -> Iterator[Progress]:
 
 
 def check_can_report(json_file: str | None) -> None:
-    """Raise ``Misuse`` if ``--json`` names what can't be written; ``-`` is stdout."""
+    """Raise ``Misuse`` if the file of ``--json`` can't be written; ``-`` is stdout."""
     if json_file and json_file != "-":
         check_can_write(json_file)
 
@@ -107,9 +107,9 @@ def report(
     *,
     in_one_line: bool = False,
 ) -> None:
-    """Show figures to people, or write them where ``--json`` says; for a file, both.
+    """Print figures for readers, or write them to the file of ``--json``; for a file, both.
 
-    ``in_one_line``: on stdout, for a command that prints figures again and again.
+    ``in_one_line``: on stdout, for a command that prints figures repeatedly.
     """
     if json_file == "-":
         print(json.dumps(figures, indent=None if in_one_line else 2, allow_nan=False), flush=True)
@@ -121,7 +121,7 @@ def report(
 
 
 def check_can_write(path: str | Path) -> None:
-    """Raise ``Misuse`` if no file can be made at ``path``; better now than after the work."""
+    """Raise ``Misuse`` if no file can be made at ``path``, before the work rather than after."""
     if str(path) == "-":
         raise Misuse("- is no file here. Name one, such as report.json.")
     if is_special(path):
@@ -146,14 +146,14 @@ def _console(stream: Any) -> Console:  # noqa: ANN401 - a text stream
 
     class Plain(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # as print does: its own way ends with status 1
+            raise BrokenPipeError  # as print does; rich's own handling would exit with status 1
 
     width = None if stream.isatty() else PLAIN_WIDTH_COLUMNS
     return Plain(file=stream, width=width, highlight=False)
 
 
 class _BarProgress:
-    """A bar. It is drawn at most ten times a second, however often it advances."""
+    """A bar, drawn at most ten times a second."""
 
     def __init__(self, bar: RichProgress, task: TaskID) -> None:
         self._bar = bar

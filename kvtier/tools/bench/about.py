@@ -1,4 +1,4 @@
-"""What was compared, and on what: the head of every report."""
+"""Describes the versions and the machine of a measurement: the head of every report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Legs of calls: the same number of blocks in each call, so many calls at once, each one timed."""
+"""Runs legs of calls: a number of blocks in each, a number of calls at once, each one timed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS: Final = (STORE, LOAD)
 
 
 class CallLeg(NamedTuple):
-    """What it took to move all blocks once."""
+    """Times of moving all blocks once."""
 
     seconds: float
     cpu_seconds: float  #: of this process, all of its threads

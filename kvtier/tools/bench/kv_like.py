@@ -1,4 +1,4 @@
-"""Bytes that compress as keys and values of a real model do, for measurements without one."""
+"""Makes bytes that compress like the keys and values of a real model, for use without one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 _CHANNELS: Final = 64
 _SPREAD: Final = 0.7
 _FAR_OFF: Final = (17, 12.0)
-"""A channel of keys that lies far off the others, as every model has some."""
+"""A channel of keys with outliers, as every model has some."""
 
 
 def kv_like(size: int, seed: int = 0) -> bytes:
-    """Return so many bytes of bfloat16 (an even number), the same for the same seed.
+    """Return ``size`` bytes of bfloat16 (an even number), the same for the same seed.
 
     Each channel is normally distributed, with a spread of its own: logarithms of spreads are, too.
-    Byte planes and zstd make 69 % of them, as of the keys and values of a real model.
+    Byte planes and zstd compress them to 69 %, like the keys and values of a real model.
     """
     draw = np.random.default_rng(seed)
     tokens = -(-size // (2 * _CHANNELS))

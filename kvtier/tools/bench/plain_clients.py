@@ -1,8 +1,8 @@
-"""What kvtier's tiers for shared storage are measured beside: each client library by itself.
+"""Plain client libraries, with which kvtier's tiers for shared storage are compared.
 
-A plain client stores and loads the same blocks on the same server as the tier, without names of
-its own making, digests, signatures, retries or a look after the connection. What the library
-brings is left where the library puts it, so that a copy into the slot is not counted against it.
+A plain client stores and loads the same blocks on the same server as the tier, without computed
+names, digests, signatures, retries or supervision of the connection. Loaded bytes stay in the
+library's buffers, so that a copy into the slot does not count against it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendContext
 
 CALLS_AT_ONCE: Final = (1, 4, 8)
-"""How many calls a plain client makes at once. Its best figure counts."""
+"""Numbers of calls that a plain client makes at once. Its best figure counts."""
 
 
 class PlainClient(ABC):
     """One library's client at the server of one tier. Used on one event loop.
 
-    Calls raise ``StoreFault``, or what the library raises.
+    Calls raise ``StoreFault``, or the library's own exceptions.
     """
 
     ways: ClassVar[tuple[str, ...]] = ("",)
@@ -37,14 +37,14 @@ class PlainClient(ABC):
     """The share of the client's best MB/s that is promised for blocks that no key protects."""
 
     warm_up_legs: ClassVar[int] = 0
-    """How many legs the tier stores before the first round: until all of its storage is in use."""
+    """Legs that the tier stores before the first round, until all of its storage is in use."""
 
     library: str  #: its name and version
 
     def __init__(self, options: Mapping[str, Any], context: BackendContext, token: str) -> None:
         """Read the tier's options. Raises ``ConfigError`` and ``Misuse``.
 
-        ``token``: part of all names, so that nothing of others is touched.
+        ``token``: part of all names, so that no other data is touched.
         """
         self.options = dict(options)
         self.context = context
@@ -54,12 +54,12 @@ class PlainClient(ABC):
     def options_of_tier(self, part: str, leg_bytes: int) -> dict[str, Any]:
         """Return the tier's options, moved to a part of the benchmark's own place.
 
-        ``leg_bytes``: how much a side stores before it is removed.
+        ``leg_bytes``: bytes that a side stores before they are removed.
         """
 
     @abstractmethod
     async def open(self, memory: memoryview) -> None:
-        """Connect. ``memory``: what all buffers are part of."""
+        """Connect. ``memory``: contains all buffers."""
 
     @abstractmethod
     async def store(self, way: str, names: Sequence[str], views: Sequence[memoryview]) -> None:
@@ -75,11 +75,11 @@ class PlainClient(ABC):
 
     @abstractmethod
     async def remove_all(self) -> None:
-        """Remove all that the benchmark has stored, the tier's blocks and descriptions too."""
+        """Remove everything that the benchmark has stored, the tier's descriptions included."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Give up the connection."""
+        """Close the connection."""
 
 
 def expect_blocks(lengths: Sequence[int], block_bytes: int) -> None:

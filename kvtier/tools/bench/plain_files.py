@@ -1,8 +1,8 @@
-"""Files by themselves: one pwrite or pread for each block, in threads.
+"""Plain files: one pwrite or pread for each block, in threads.
 
-Beside ``fs`` a file for each block, beside ``disk`` one file for all: the bare disk.
+``fs`` is compared with a file for each block, ``disk`` with one file for all: the bare disk.
 
-With O_DIRECT where the tier uses it, too: otherwise a load would measure the page cache.
+They use O_DIRECT if the tier does: otherwise a load would measure the page cache.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 CAPACITY_LEGS: Final = 4
-"""A ``disk`` tier gets room for so many legs: it reclaims the room of removed blocks later."""
+"""Legs that a ``disk`` tier gets room for: it reclaims the room of removed blocks later."""
 
 CAPACITY_BYTES_MIN: Final = 64 << 20
 
 
 class PlainFiles(PlainClient):
-    """A folder below the tier's, which is there already."""
+    """A folder below the tier's, which exists already."""
 
     folder_option: ClassVar[str] = "root_dir"
     what: ClassVar[str] = "files"
@@ -160,7 +160,7 @@ class PlainDisk(PlainFiles):
 
 
 def takes_direct(folder: str) -> bool:
-    """Tell whether files in a folder can be opened with O_DIRECT."""
+    """Return whether files in a folder can be opened with O_DIRECT."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         try:
             os.close(os.open(file.name, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT))

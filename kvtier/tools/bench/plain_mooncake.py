@@ -1,4 +1,4 @@
-"""Mooncake's client by itself: batches from and to registered memory, in threads."""
+"""Mooncake's plain client: batches from and to registered memory, in threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine
 
 
 class PlainMooncake(PlainClient):
-    """A client of its own, beside the tier's, which gives the store no memory either."""
+    """A client separate from the tier's, which lends the store no memory either."""
 
     def __init__(self, options: Mapping[str, Any], context: BackendContext, token: str) -> None:
         super().__init__(options, context, token)

@@ -1,4 +1,4 @@
-"""valkey-py by itself: pipelines of GET and SET, and MGET and MSET, over its own pool."""
+"""Plain valkey-py: pipelines of GET and SET, and MGET and MSET, over its own pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""obstore by itself: as many requests at once as a call has blocks."""
+"""Plain obstore: as many requests at once as a call has blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REMOVED_AT_ONCE = 256
 
 
 class PlainS3(PlainClient):
-    """The library that the ``s3`` tier sends its requests with, set up alike."""
+    """The library that the ``s3`` tier sends its requests with, configured alike."""
 
     def __init__(self, options: Mapping[str, Any], context: BackendContext, token: str) -> None:
         super().__init__(options, context, token)
@@ -41,7 +41,7 @@ class PlainS3(PlainClient):
 
     @override
     async def open(self, memory: memoryview) -> None:
-        """Nothing: each request finds a connection."""
+        """Do nothing: each request finds a connection."""
 
     @override
     async def store(self, way: str, names: Sequence[str], views: Sequence[memoryview]) -> None:
@@ -68,7 +68,7 @@ class PlainS3(PlainClient):
 
     @override
     async def close(self) -> None:
-        """Nothing: the library closes its connections by itself."""
+        """Do nothing: the library closes its connections by itself."""
 
     async def _load_one(self, name: str) -> int:
         result = await self._obstore.get_async(self._store, self._name(name))

@@ -1,4 +1,4 @@
-"""Counts what one prompt's blocks cost in requests, where the tier's backend counts those."""
+"""Counts the requests for one prompt's blocks, if the tier's backend counts requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS: Final = (LOOKUP, STORE, LOAD)
 _REQUESTS: Final = "requests_"
 
 PromptRequests = dict[str, dict[str, int]]
-"""How many requests of each kind each step took; empty if the backend counts none."""
+"""Requests of each kind in each step; empty if the backend counts none."""
 
 
 async def count_requests(side: BackendSide, blocks: int) -> PromptRequests:

@@ -1,7 +1,7 @@
 """Measures the backend of one tier beside the plain client or the bare disk, in turns.
 
-Each round has a leg of stores and a leg of loads of every side, and every other round has the
-sides in reverse. What a leg has stored is removed before the next one.
+Each round has a leg of stores and a leg of loads of every side, and every other round has the sides
+in reverse. Stored blocks are removed before the next leg.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ PLAIN_CLIENTS: Final[dict[str, type[PlainClient]]] = {
 
 @dataclass(frozen=True)
 class TierBenchOptions:
-    """What is to be measured."""
+    """A measurement's settings."""
 
     leg_bytes: int
     rounds: int
     protection: bool  #: measure signed and encrypted blocks as well
-    compression: bool = False  #: and compressed ones: all sides move what shrinks as a model's do
+    compression: bool = False  #: and compressed ones, of bytes that compress like a model's
 
     def sides_of(self, kind: str) -> list[str]:
-        """Return the sides of kvtier's for a type of tier."""
+        """Return kvtier's sides for a type of tier."""
         is_measured = {
             PLAIN: True,
             SIGNED: self.protection and plain_client_class(kind).is_shared,
@@ -90,7 +90,7 @@ class TierLegs:
 
     @property
     def leg_bytes(self) -> int:
-        """What each leg has moved."""
+        """Bytes that each leg has moved."""
         return self.block_bytes * self.blocks
 
 
@@ -121,7 +121,7 @@ async def measure(
 
     ``is_alone``: without the plain clients.
 
-    Raises ``Misuse`` for what can't be measured, and ``StoreFault`` if the server fails.
+    Raises ``Misuse`` for a tier that can't be measured, and ``StoreFault`` if the server fails.
     """
     _check_memory(options.leg_bytes)
     if config.read_only:
@@ -167,7 +167,7 @@ async def measure(
 
 
 class _Cleaner:
-    """Removes all that was stored, once there may be something."""
+    """Removes all stored blocks, once there may be some."""
 
     def __init__(self, client: PlainClient, memory: SlotMemory) -> None:
         self._client = client
@@ -182,7 +182,7 @@ class _Cleaner:
             self._is_open = True
 
     async def clean(self) -> None:
-        """Remove it. Where the server is gone, say what is left."""
+        """Remove all blocks. If the server is gone, log what is left."""
         if not self.is_needed:
             return
         try:
@@ -197,7 +197,7 @@ class _Cleaner:
 
 
 def _check_memory(leg_bytes: int) -> None:
-    """Raise ``Misuse`` if there is no room for a leg to be stored from, and one to load into."""
+    """Raise ``Misuse`` if memory lacks room for a leg to store from, and one to load into."""
     free = free_memory_bytes()
     if free is not None and 2 * leg_bytes > free:
         raise Misuse(
@@ -222,7 +222,7 @@ def _make_side(
 
 @contextmanager
 def _with_key(option: str | None, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Give the options with one more that names a file with a random key, while that is there."""
+    """Yield the options with a key file added, which has a random key and exists meanwhile."""
     if option is None:
         yield options
         return
@@ -265,7 +265,7 @@ async def _run(
 def _shapes_of(
     sides: list[CallSide], block_bytes: int, count: int
 ) -> dict[str, dict[str, CallShape]]:
-    """Return how each side moves a leg. Raises ``Misuse`` if a leg does not keep it busy."""
+    """Return each side's shape of calls. Raises ``Misuse`` if a leg does not keep a side busy."""
     shapes = {kind: {side.name: side.shape(kind) for side in sides} for kind in KINDS}
     needed = max(
         shape.blocks * shape.at_once for of_kind in shapes.values() for shape in of_kind.values()
@@ -289,7 +289,7 @@ async def _remove_leg(side: CallSide, leg: int, count: int) -> None:
 
 
 async def _warm_up(side: CallSide, leg: int, count: int) -> None:
-    """Make each connection once, lest the first round pays for them."""
+    """Use each connection once, so that the first round does not pay for connecting."""
     at_once = max(side.shape(kind).at_once for kind in KINDS)
     numbers = range(min(at_once, count))
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""``kvtier bench tier``: runs the measurements, and prints and writes what they found."""
+"""``kvtier bench tier``: runs the measurements, and prints and writes the results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OPTIONS_OF_KEYS: Final = tuple(
 
 
 def run(tiers: Sequence[str], sizes: str, options: TierBenchOptions, json_file: str | None) -> None:
-    """Measure one tier after the other, print a table for each, write the file."""
+    """Measure the tiers one after the other, print a table for each, and write the file."""
     configs = [_tier(text, number) for number, text in enumerate(tiers, start=1)]
     block_bytes = block_sizes(sizes)
     report: dict[str, Any] = {**about_machine(), "options": asdict(options), "tiers": []}
@@ -41,7 +41,7 @@ def run(tiers: Sequence[str], sizes: str, options: TierBenchOptions, json_file: 
             for size in block_bytes:
                 measured = _measure(tier, size, options)
                 found.append((measured, figures(measured)))
-        finally:  # a size that can't be measured, or Ctrl-C, takes nothing from those before it
+        finally:  # a size that can't be measured, or Ctrl-C, does not discard the results before it
             if found:
                 _print_figures(tier, found, options)
         report["tiers"].append(_to_json(tier, found))
@@ -163,7 +163,7 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 
 def shown_size(count: int) -> str:
-    """Write a size as people do, without rounding it."""
+    """Return a size with its unit, without rounding it."""
     if count % (1 << 20) == 0:
         return f"{count >> 20} MiB"
     return f"{count >> 10} KiB" if count % (1 << 10) == 0 else f"{count} bytes"

@@ -1,4 +1,4 @@
-"""What the legs of ``kvtier bench tier`` say: each side beside the client's best figure."""
+"""Figures of the legs of ``kvtier bench tier``: each side beside the client's best."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CallFigures:
-    """What one side has done with one kind of calls."""
+    """Figures of one side for one kind of calls."""
 
     kind: str
     side: str
@@ -45,7 +45,7 @@ class CallFigures:
 
     @property
     def holds(self) -> bool | None:
-        """Whether what is promised holds; None where nothing is."""
+        """Whether the promised ratio is met; None if none is promised."""
         return self.median_ratio >= self.share_promised if self.side == PLAIN else None
 
     def to_json(self) -> dict[str, Any]:

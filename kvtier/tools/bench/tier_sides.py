@@ -1,7 +1,7 @@
-"""The two kinds of sides of ``kvtier bench tier``: a tier's backend, and a plain client.
+"""Defines the two kinds of sides of ``kvtier bench tier``: a tier's backend, and a plain client.
 
-Both run on one event loop of this process, so that its processor time is what a side costs,
-and move the blocks of one memory: the first half is stored from, the second is loaded into.
+Both run on one event loop of this process, so that its processor time is a side's cost, and move
+the blocks of one memory: stores read the first half, loads fill the second.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CONNECT_S_MAX: Final = 10.0
-_GROUP: Final = bytes(4)  #: what vLLM's keys end with
+_GROUP: Final = bytes(4)  #: the end of vLLM's keys
 
 
 class CallShape(NamedTuple):
-    """How a side moves a leg."""
+    """The calls by which a side moves a leg."""
 
     blocks: int  #: in each call
     at_once: int  #: calls
@@ -54,7 +54,7 @@ class CallSide(ABC):
 
     @abstractmethod
     def shape(self, kind: str) -> CallShape:
-        """Return how it stores, or loads."""
+        """Return the shape of its stores, or loads."""
 
     @abstractmethod
     async def call(self, kind: str, leg: int, numbers: Sequence[int]) -> None:
@@ -62,16 +62,16 @@ class CallSide(ABC):
 
     @abstractmethod
     async def remove(self, leg: int, numbers: Sequence[int]) -> None:
-        """Remove what a leg has stored."""
+        """Remove the blocks that a leg has stored."""
 
     def prepare_load(self) -> None:  # noqa: B027 - most need nothing
         """Get ready for a leg of loads. Not timed."""
 
 
 class BackendSide(CallSide):
-    """A backend, driven as the layer above it does: with a digest for each block.
+    """A backend, driven as by the layer above it: with a digest for each block.
 
-    Stores are given digests that are made for them, loads are checked against theirs.
+    Digests are computed for stores, and compared after loads.
     """
 
     def __init__(self, name: str, backend: Backend, memory: SlotMemory, token: str) -> None:
@@ -139,12 +139,12 @@ class BackendSide(CallSide):
         await self._backend.probe([self._key(leg, number) for number in numbers])
 
     def counters(self) -> Mapping[str, int]:
-        """Return what the backend counts."""
+        """Return the backend's counters."""
         return self._backend.counters()
 
     @override
     def prepare_load(self) -> None:
-        """Clear what loads are to bring, so that no block of an earlier leg passes for it."""
+        """Clear the loads' buffers, so that no earlier block is taken for a loaded one."""
         zeros = bytes(self._memory.block_bytes)
         for number in range(self._count):
             self._memory.view(self._count + number)[:] = zeros
@@ -180,12 +180,12 @@ class BackendSide(CallSide):
 
 
 class ClientSide(CallSide):
-    """A plain client, in one of its ways, with so many calls at once."""
+    """A plain client in one of its ways, with a number of calls at once."""
 
     def __init__(
         self, client: PlainClient, way: str, at_once: int, memory: SlotMemory, tier: BackendSide
     ) -> None:
-        """``tier``: whose calls have as many blocks."""
+        """``tier``: the side whose number of blocks in a call is used."""
         way_shown = f", {way}" if way else ""
         self.name = f"{client.library}{way_shown}, {at_once} at once"
         self._client = client
@@ -221,7 +221,7 @@ class ClientSide(CallSide):
 
 @contextmanager
 def storage_faults(name: str) -> Iterator[None]:
-    """Raise ``StoreFault`` for whatever a library raises."""
+    """Raise ``StoreFault`` in place of a library's exceptions."""
     try:
         yield
     except StoreFault:
@@ -231,7 +231,7 @@ def storage_faults(name: str) -> Iterator[None]:
 
 
 def _hash(token: str, leg: int, number: int) -> bytes:
-    """Return 32 bytes that are spread as those of vLLM's keys are."""
+    """Return 32 bytes that are distributed like those of vLLM's keys."""
     return hashlib.blake2b(f"{token} {leg} {number}".encode(), digest_size=32).digest()
 
 

@@ -1,1 +1,1 @@
-"""Finds what an engine would refuse in a configuration, without an engine."""
+"""Finds an engine's refusals of a configuration, without an engine."""

@@ -1,6 +1,6 @@
-"""What a tier tells other engines to call, where they would reach themselves, or nobody.
+"""Finds addresses that a tier announces but that other engines can't reach.
 
-An engine starts with any address. That others can't reach it shows on their side, as misses.
+An engine starts with any address; only the others notice, by misses, that they can't reach it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from kvtier.settings.runtime_config import TierConfig
 
 P2P_HOST_ENV: Final = "VLLM_P2P_SIDE_CHANNEL_HOST"
-"""What vLLM's ``p2p`` tier announces where it is given no host; without it: localhost."""
+"""Holds the host that vLLM's ``p2p`` tier announces if none is given; unset: localhost."""
 
 LOOPBACK: Final = "by which a host reaches itself only"
 
 
 def doubts_of_address(config: TierConfig) -> Iterator[Finding]:
-    """Yield what people should know of the address that a tier announces."""
+    """Yield warnings about the address that a tier announces."""
     for key, given, host in _announced(config):
         why = why_unreachable(host)
         if why is not None:
@@ -40,7 +40,7 @@ def doubts_of_address(config: TierConfig) -> Iterator[Finding]:
 
 
 def _announced(config: TierConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield the key of an address, what is given for it, and the host in that."""
+    """Yield the key of an address, its value, and the host in that."""
     options = config.options
     inner = options.get("tier")
     if config.type == "vllm" and isinstance(inner, dict) and inner.get("type") == "p2p":
@@ -77,7 +77,7 @@ def host_of(address: str) -> str:
 
 
 def why_unreachable(host: str) -> str | None:
-    """Return what keeps others from calling a host; None for what they may reach."""
+    """Return the reason why others can't reach a host; None if they may."""
     name = host.lower().rstrip(".")
     if name == "localhost" or name.endswith((".localhost", "localhost.localdomain")):
         return LOOPBACK

@@ -1,9 +1,8 @@
-"""Finds what an engine would refuse in a configuration, without an engine, and changes nothing.
+"""Finds an engine's refusals of a configuration, without an engine, and changes nothing.
 
-An engine stops at the first thing that it refuses, minutes after its start. Here every key and
-every tier is looked at by itself, so that all refusals that show without vLLM, without a device and
-without the model are reported at once.
-``tiers`` looks at their storage, which may hang; ``places`` at what is odd about a folder.
+An engine stops at its first refusal, minutes after its start. Here every key and every tier is
+checked by itself, so that all refusals that show without vLLM, a device and the model are reported
+at once. ``tiers`` checks their storage, which may hang; ``places`` finds suspicious folders.
 """
 
 from __future__ import annotations
@@ -52,20 +51,20 @@ SPEC_MODULE_PATH: Final = "kvtier.vllm"
 VLLMS_SPEC_NAME: Final = "TieringOffloadingSpec"
 TIER_CLASS: Final = "KVTierSecondaryTier"
 READ_BY_VLLM: Final = ("type", "module_path", "backpressure")
-"""Keys of an entry with that class that vLLM takes out."""
+"""Keys of an entry with that class that vLLM removes."""
 
 SOUND_TIER: Final = {"type": "memory", "capacity_bytes": 1}
 GIB: Final = 1 << 30
 
 
 class Checked(NamedTuple):
-    """What was found in a configuration, and what could be read of it."""
+    """Findings about a configuration, and its readable parts."""
 
     findings: Findings
-    extra: Mapping[str, Any]  #: what kvtier reads; empty if there is no such part
+    extra: Mapping[str, Any]  #: the part that kvtier reads; empty if there is none
     tiers: list[TierConfig]
     block: BlockSize
-    model_answers: bool  #: whether the storage of the model does
+    model_answers: bool  #: whether the model's storage responds
 
 
 def check(
@@ -78,11 +77,11 @@ def check(
     root: Path = ROOT,
     look_at_place: LookAtPlace = doubts_of_place,
 ) -> Checked:
-    """Look at a KV transfer configuration, or at its ``kv_connector_extra_config`` alone.
+    """Check a KV transfer configuration, or its ``kv_connector_extra_config`` alone.
 
-    ``block_bytes``: of one block of all workers; 0: what the model's config says. ``connect``: try
-    the storage of each tier, too. ``wait_s``: for the storage of the model, and for that of all
-    tiers together, in place of ``LOOK_S_MAX``; without hanging storage it takes a second at most.
+    ``block_bytes``: of one block of all workers; 0: by the model's config. ``connect``: also try
+    the storage of each tier. ``wait_s``: for the model's storage, and for that of all tiers
+    together, instead of ``LOOK_S_MAX``; unless storage hangs, it takes a second at most.
     ``root``: the folder with ``proc`` and ``sys``. ``look_at_place``: see ``check_tiers``.
     """
     findings = Findings()
@@ -117,7 +116,7 @@ def check(
 
 
 def _read_whole(extra: Mapping[str, Any], dp_rank: int, findings: Findings) -> list[TierConfig]:
-    """Read all of a configuration of kvtier's own spec but its memory. Returns its tiers."""
+    """Read a configuration of kvtier's own spec, except its memory. Returns its tiers."""
     _check_keys({**extra, "secondary_tiers": None}, findings)
     policy = extra.get("eviction_policy")
     if isinstance(policy, str) and policy:
@@ -138,10 +137,10 @@ def _check_weights(
     answers: bool,
     wait_s: float | None,
 ) -> None:
-    """Warn if what these tiers store could be found by nobody, for nothing names the weights."""
+    """Warn if nothing identifies the weights, so that no engine finds blocks of these tiers."""
     try:
         lasting = ", ".join(lasting_tiers(tiers))
-    except ConfigError:  # of a type, and told already
+    except ConfigError:  # of a type, and reported already
         return
     model = engine.model
     if not lasting:
@@ -169,7 +168,7 @@ def _check_weights(
 
 
 def _why_nameless(model: str, load_format: str) -> str | None:
-    """Return why a model's weights cannot be identified; None: they can."""
+    """Return why a model's weights cannot be identified; None if they can."""
     reason = why_out_of_sight(load_format, model)
     path = Path(model)
     if reason is None and path.is_dir():
@@ -179,7 +178,7 @@ def _why_nameless(model: str, load_format: str) -> str | None:
 
 
 def _is_vllms_with_kvtier(extra: Mapping[str, Any]) -> bool:
-    """Tell whether this is for vLLM's own tiering, with a tier of kvtier's among its tiers."""
+    """Return whether this is for vLLM's own tiering, with a kvtier tier among its tiers."""
     tiers = extra.get("secondary_tiers")
     return (
         extra.get("spec_name") == VLLMS_SPEC_NAME
@@ -191,7 +190,7 @@ def _is_vllms_with_kvtier(extra: Mapping[str, Any]) -> bool:
 def _read_entries(
     entries: list[Any], block_bytes: int, dp_rank: int, findings: Findings
 ) -> tuple[list[TierConfig], list[TierConfig]]:
-    """Read those entries of vLLM's list that are kvtier's.
+    """Read kvtier's entries in vLLM's list.
 
     Returns the tiers, and those of them that get no ``weights_version``.
     """
@@ -221,7 +220,7 @@ def _read_entry(
         )
     own = {key: value for key, value in entry.items() if key not in READ_BY_VLLM}
     tier = entry.get("tier")
-    if isinstance(tier, dict):  # what is wrong in it is told below, with the tier's name
+    if isinstance(tier, dict):  # its faults are reported below, with the tier's name
         own["tier"] = SOUND_TIER
 
     def read(left: Mapping[str, Any]) -> None:
@@ -235,7 +234,7 @@ def _read_entry(
 
 
 def _as_vllm_completes(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration that vLLM makes of one, given ``--kv-offloading-size``.
+    """Return the configuration that vLLM makes from one with ``--kv-offloading-size``.
 
     It names connector and role itself, after it has refused a connector without a role.
     """
@@ -244,7 +243,7 @@ def _as_vllm_completes(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _extra_config(values: Mapping[str, Any], findings: Findings) -> Mapping[str, Any] | None:
-    """Return the part that kvtier reads; note what keeps vLLM from reading it at all."""
+    """Return the part that kvtier reads; note the reasons why vLLM would not read it at all."""
     if "kv_connector" not in values and "kv_connector_extra_config" not in values:
         return values
     extra = values.get("kv_connector_extra_config")
@@ -313,7 +312,7 @@ def _check_spec(extra: Mapping[str, Any], findings: Findings) -> None:
 def _check_primary(
     extra: Mapping[str, Any], block_bytes: int, engines: int, findings: Findings, root: Path
 ) -> Mapping[str, Any]:
-    """Look at the size of host memory. Returns the keys of which nothing is said yet."""
+    """Check the size of host memory. Returns the keys that are not reported yet."""
     try:
         size = cpu_bytes_to_use(extra)
     except ConfigError as refusal:
@@ -338,7 +337,7 @@ def _check_primary(
 def _read_tier(
     index: int, values: Mapping[str, Any], dp_rank: int, findings: Findings
 ) -> TierConfig | None:
-    """Read a tier with what it has that is sound; None if that is not enough."""
+    """Read a tier from its sound keys; None if they are not enough."""
     read: list[TierConfig] = []
 
     def read_one(left: Mapping[str, Any]) -> None:

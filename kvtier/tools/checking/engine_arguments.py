@@ -1,4 +1,4 @@
-"""vLLM's arguments beside the configuration, and how large that makes a block."""
+"""Reads vLLM's arguments beside the configuration, and computes the size of a block from them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from kvtier.tools.checking.findings import Findings
 
 BLOCK_TOKENS: Final = 16
-"""vLLM's ``--block-size``, unless it is told otherwise, or the device wants larger ones."""
+"""vLLM's default ``--block-size``, unless the device needs larger blocks."""
 
 
 @Parameter(name="*", group="vLLM's arguments")
 @dataclass(frozen=True, kw_only=True)
 class EngineArguments:
-    """Arguments of vLLM, by their names there, and what ``{dp_rank}`` stands for."""
+    """Arguments of vLLM, by vLLM's names, and the value of ``{dp_rank}``."""
 
     model: Annotated[File | None, Parameter(metavar="MODEL")] = None
     """finds weights that cannot be identified; its config.json, in that folder or in the
-    hub's cache, also says how large a block is"""
+    hub's cache, also gives the size of a block"""
 
     load_format: Annotated[str, Parameter(metavar="FORMAT")] = "auto"
     """as vLLM gets it"""
@@ -52,7 +52,7 @@ class EngineArguments:
     """number of the engine that {dp_rank} stands for"""
 
     def __post_init__(self) -> None:
-        """Raise ``ConfigError`` for a size that none can have."""
+        """Raise ``ConfigError`` for an impossible size."""
         if self.block_size is not None and self.block_size < 1:
             raise ConfigError(f"--block-size={self.block_size} must be at least 1.")
 
@@ -61,7 +61,7 @@ DEFAULTS: Final = EngineArguments()
 
 
 class BlockSize(NamedTuple):
-    """The bytes of a block of all workers; 0 where that is not known."""
+    """The bytes of a block of all workers; 0 if not known."""
 
     least: int
     certain: int
@@ -71,7 +71,7 @@ class BlockSize(NamedTuple):
 def block_size_of(
     engine: EngineArguments, extra: Mapping[str, Any], findings: Findings, *, answers: bool
 ) -> BlockSize:
-    """Return how large a block is. ``answers``: whether the model's storage does."""
+    """Return the size of a block. ``answers``: whether the model's storage responds."""
     unknown = "whether blocks fit into cpu_bytes_to_use and each tier"
     config = config_of(engine.model) if engine.model is not None and answers else None
     if config is None:

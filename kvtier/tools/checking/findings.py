@@ -1,4 +1,4 @@
-"""What a check has found, and how a refusal comes to be among it."""
+"""Findings of a check; refusals that calls raise become findings."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ _SENTENCES: Final = re.compile(r"(?<=[.)]) (?=[A-Z])")
 _ADVICE: Final = re.compile(
     r"[:;] ((?:did you mean|fix|give|install|lower|name|put|raise|stop|use) [^:;]+)$"
 )
-"""A remedy that is the end of a sentence."""
+"""Matches a remedy that is the end of a sentence."""
 
 CORRECT_IT: Final = "Correct it."
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding: what is so, and what to do."""
+    """One finding: the fact and the remedy."""
 
     rule: Rule
     what: str  #: a sentence, which names key and value, or tier and number
-    remedy: str  #: a sentence or more; empty if ``what`` says it, as a refusal may
+    remedy: str  #: a sentence or more; empty if ``what`` contains it, as in some refusals
 
     @classmethod
     def of_text(cls, rule: Rule, text: str) -> Finding:
-        """Return the finding that a refusal is, whose remedy is behind its first sentence."""
+        """Return a refusal as a finding; its remedy follows its first sentence."""
         what, *remedy = _SENTENCES.split(text, maxsplit=1)
         return cls(rule, what, "".join(remedy))
 
     @property
     def text(self) -> str:
-        """All of it, as an engine would say it."""
+        """The whole text, as an engine reports it."""
         return f"{self.what} {self.remedy}".rstrip()
 
     def figures(self) -> dict[str, str]:
-        """Return all of it as JSON has it."""
+        """Return it for JSON."""
         advice = _ADVICE.search(self.what)
         within = CORRECT_IT if advice is None else advice[1][0].upper() + advice[1][1:]
         return {
@@ -58,7 +58,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """What was found, what was not looked at, and what is worth a line though nothing is wrong."""
+    """Findings, checks that were not made, and lines about sound tiers."""
 
     found: list[Finding] = field(default_factory=list)
     noted: list[str] = field(default_factory=list)
@@ -67,21 +67,21 @@ class Findings:
 
     @property
     def refused(self) -> list[str]:
-        """Why an engine would not start: texts as an engine would say them."""
+        """Reasons why an engine would not start, as an engine reports them."""
         return [each.text for each in self.found if each.rule is REFUSED]
 
     @property
     def failed(self) -> list[str]:
-        """Why a tier would be of no use, though an engine starts."""
+        """Reasons why a tier would be of no use, though an engine starts."""
         return [each.text for each in self.found if each.rule is TRIAL_FAILED]
 
     @property
     def warned(self) -> list[str]:
-        """What keeps an engine from much of its use."""
+        """Faults that cost an engine much of its gain."""
         return [each.text for each in self.found if each.rule.severity is Severity.WARNING]
 
     def figures(self) -> dict[str, list[str]]:
-        """Return all of it as ``kvtier check --json`` has it."""
+        """Return everything for ``kvtier check --json``."""
         names = ("refused", "failed", "warned", "noted", "not_checked", "tiers")
         return {name: getattr(self, name) for name in names}
 
@@ -94,7 +94,7 @@ class Findings:
         self.found += [Finding(each.rule, f"{where}: {each.what}", each.remedy) for each in found]
 
     def merge(self, other: Findings) -> None:
-        """Note what another has found, each refusal once."""
+        """Add another's findings, each refusal once."""
         new = [each for each in other.found if each.rule is not REFUSED or each not in self.found]
         self.found += new
         self.noted += other.noted
@@ -112,12 +112,12 @@ class Findings:
         self.found.append(Finding.of_text(TRIAL_FAILED, str(text)))
 
     def trouble(self, text: str, then: str) -> None:
-        """Note that a tier can't be used now, and what an engine does."""
+        """Note that a tier can't be used now, and the effect on an engine."""
         finding = Finding.of_text(UNUSABLE_NOW, text)
         self.add(UNUSABLE_NOW, finding.what, f"{finding.remedy} {then}".lstrip())
 
     def attempt(self, call: Callable[[], object]) -> None:
-        """Note what a call refuses, if it does."""
+        """Note a call's refusal, if it raises one."""
         try:
             call()
         except ConfigError as refusal:
@@ -126,18 +126,18 @@ class Findings:
     def refuse_each(
         self, values: Mapping[str, object], read: Callable[[Mapping[str, object]], None]
     ) -> None:
-        """Note what is refused; leave the key at fault out, and go on until nothing is."""
+        """Note each refusal, and repeat the call without the bad key until the rest is accepted."""
         left = dict(values)
         named = set(values)
         while True:
             try:
                 read(left)
             except ConfigError as refused:
-                # A key that is missing because it was left out has been named already.
+                # A key that is missing because it was left out has been reported already.
                 if refused.key in left or refused.key not in named:
                     self.refuse(refused)
                 if refused.key is not None and refused.misspelt in left:
-                    left[refused.key] = left.pop(refused.misspelt)  # what it was meant to be
+                    left[refused.key] = left.pop(refused.misspelt)  # as it was probably meant
                     named.add(refused.key)
                 elif refused.key in left:
                     del left[refused.key]

@@ -1,6 +1,6 @@
-"""What is odd about a tier's folder, though an engine would take it.
+"""Finds suspicious folders of tiers that an engine would accept.
 
-An engine makes a folder that is missing, and cannot know that a disk was to be mounted above it.
+An engine makes a missing folder, and cannot know that a disk should have been mounted above it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT: Final = "/"
 
 
 def doubts_of_place(config: TierConfig, place: str) -> Iterator[Finding]:
-    """Yield what people should know of a tier's folder. May hang."""
+    """Yield warnings about a tier's folder. May hang."""
     options = config.options
     key = next((key for key in options if _is_path(options, key, place)), None)
     above = nearest(place)[0]
@@ -60,14 +60,14 @@ def doubts_of_place(config: TierConfig, place: str) -> Iterator[Finding]:
 
 
 def _bare_folder(place: str, above: str) -> str | None:
-    """Return what looks like a mount that is missing; None if nothing does.
+    """Return a folder that looks like a missing mount; None if there is none.
 
-    ``above``: what there is of the place.
+    ``above``: the existing part of the place.
     """
     if filesystem_of(above) != filesystem_of(ROOT):
         return None
     missing = Path(place).relative_to(above).parts
-    if len(missing) > 1 or (missing and above == ROOT):  # people make all but the last one
+    if len(missing) > 1 or (missing and above == ROOT):  # users make all but the last one
         return f"{Path(above, missing[0])} does not exist"
     is_empty = next(Path(above).iterdir(), None) is None
     return f"{above} is empty, and nothing is mounted there" if is_empty else None
@@ -81,7 +81,7 @@ def _is_path(options: Mapping[str, object], key: str, place: str) -> bool:
 
 
 def capacity_of(options: Mapping[str, object]) -> int:
-    """Return the bytes that a tier may hold; 0 if it says none, or nothing sound."""
+    """Return the bytes that a tier may hold; 0 if the key is missing or not sound."""
     try:
         return Options(options, "").size(CAPACITY, 0)
     except ConfigError:

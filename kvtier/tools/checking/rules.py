@@ -1,6 +1,6 @@
-"""All rules of ``kvtier check`` and ``kvtier doctor``: how bad a finding is, why, where to read.
+"""All rules of ``kvtier check`` and ``kvtier doctor``: severity, reason and page of a finding.
 
-A finding adds what was found, and the remedy. ``docs/how-to/run-the-doctor.md`` has the table.
+A finding adds the fact and the remedy. ``docs/how-to/run-the-doctor.md`` has the table.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Final
 
 
 class Severity(StrEnum):
-    """How bad a finding is, the worst first."""
+    """Severity of a finding, the worst first."""
 
     ERROR = "error"  #: an engine would not start, or a tier does not work
-    WARNING = "warning"  #: an engine starts, and gets little of what it could
-    NOTE = "note"  #: may be meant so
+    WARNING = "warning"  #: an engine starts, but gains less than it could
+    NOTE = "note"  #: may be intended
 
 
 @dataclass(frozen=True)

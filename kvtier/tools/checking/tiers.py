@@ -1,8 +1,8 @@
-"""Looks at each tier by itself, and tries its storage where that is asked for.
+"""Checks each tier by itself, and tries its storage if requested.
 
-Looking at a folder may hang as its storage does, so each tier is looked at in a thread that is not
-waited for longer than ``LOOK_S_MAX``. Before that, another process looks whether it answers. All
-tiers are looked at at once: one that hangs holds up none of the others.
+Reading a folder may hang if its storage does, so each tier is checked in a thread, for
+``LOOK_S_MAX`` at most. Before that, another process checks whether the storage responds. All tiers
+are checked at once: one that hangs does not delay the others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 LOOK_S_MAX: Final = 15.0
 INTERRUPTED_S_MAX: Final = 0.5
-"""After Ctrl-C: so long a trial may take to remove what it has stored."""
+"""Time after Ctrl-C for a trial to remove what it has stored."""
 
 
 def check_tiers(
@@ -51,10 +51,10 @@ def check_tiers(
     wait_s: float | None = None,
     look_at_place: LookAtPlace = doubts_of_place,
 ) -> None:
-    """Look at the tiers that could be read. None has another's place.
+    """Check the tiers that could be read. No two have the same place.
 
-    ``wait_s``: for storage that does not answer, in place of ``LOOK_S_MAX``. ``look_at_place``:
-    yields what is odd about a tier's folder, and may hang.
+    ``wait_s``: for storage that does not respond, instead of ``LOOK_S_MAX``. ``look_at_place``:
+    yields warnings about a tier's folder, and may hang.
     """
     if not configs:
         return
@@ -94,13 +94,13 @@ def _check_tier(
     wait_s: float | None,
     look_at_place: LookAtPlace,
 ) -> tuple[Findings, str | None]:
-    """Look at one tier; return what was found, and the place that it would use, if it has one."""
+    """Check one tier; return the findings, and the place that it would use, if it has one."""
     findings = Findings()
     _check_policies(config, block_bytes, findings)
     where = f"secondary tier {config.name}"
     findings.extend(doubts_of_address(config), where)
     try:
-        backend = backend_class(config.type)  # its import is not what may hang
+        backend = backend_class(config.type)  # its import does not hang
     except ConfigError as refused:
         findings.refuse(refused)
         return findings, None
@@ -151,7 +151,7 @@ def _check_tier(
 def _look(
     backend: type[Backend], config: TierConfig, context: BackendContext, findings: Findings
 ) -> list[str | None]:
-    """Note what the backend refuses; return the place that it tells, in a list, if it could."""
+    """Note the backend's refusals; return its place, in a list, if it could be determined."""
     place: list[str | None] = []
 
     def look_with(options: Mapping[str, Any]) -> None:
@@ -169,7 +169,7 @@ def _look(
 def _connect(
     backend: type[Backend], config: TierConfig, context: BackendContext, findings: Findings
 ) -> None:
-    """Have the backend try its storage, and note how that ends."""
+    """Let the backend try its storage, and note the result."""
     call = partial(backend.check_connection, config.options, context)
     running = BoundedCall(call, f"kvtier-{config.name}-connect")
     where = f"secondary tier {config.name}"
@@ -197,7 +197,7 @@ def _check_policies(config: TierConfig, block_bytes: int, findings: Findings) ->
 
 
 def _note_trouble(config: TierConfig, text: str, findings: Findings) -> None:
-    """Note that a tier's storage can't be used now, which not every engine refuses."""
+    """Note that a tier's storage can't be used now; not every engine refuses that."""
     if config.on_unusable == "skip":
         findings.trouble(
             text, "An engine starts without this tier, and takes it as soon as that is over."

@@ -1,4 +1,4 @@
-"""``kvtier bench``: measures tiers on storage of the user's own."""
+"""``kvtier bench``: measures tiers on the user's own storage."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ bench = App(
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What is measured, and how often."""
+    """Settings of a measurement."""
 
     tier: Annotated[tuple[str, ...], Parameter(metavar="JSON")]
-    """an entry of secondary_tiers whose server runs, or whose folder is there: redis, s3, mooncake,
-    disk or fs. What is stored has names of its own and is removed. Repeat it for several"""
+    """an entry of secondary_tiers whose server runs, or whose folder exists: redis, s3, mooncake,
+    disk or fs. Its blocks get names of their own and are removed. Repeat it for several"""
 
     block_bytes: Sizes = "64KiB,1MiB"
     """block sizes, measured one after the other"""
 
     bytes: Size = "256MiB"
-    """bytes that each side moves in one leg, all of which the server has room for"""
+    """bytes that each side moves in one leg; the server must have room for them"""
 
     rounds: Annotated[int, Parameter(metavar="N")] = 5
     """number of runs; figures are their medians"""
@@ -40,8 +40,8 @@ class BenchOptions:
     """measure signed and encrypted blocks as well, with random keys (disk: encrypted ones)"""
 
     compression: bool = False
-    """measure compressed blocks as well; all sides then move bytes that shrink as keys and values
-    of a model in bfloat16 do"""
+    """measure compressed blocks as well; all sides then move bytes that compress like keys and
+    values of a model in bfloat16"""
 
 
 @bench.command

@@ -1,4 +1,4 @@
-"""``kvtier check``: what an engine would refuse in a configuration."""
+"""``kvtier check``: finds an engine's refusals of a configuration."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def check(
     engine: EngineArguments = EngineArguments(),
     json: Json = None,
 ) -> int:
-    """Tell in a second what an engine would refuse after minutes in a configuration.
+    """Find in a second what an engine would refuse in a configuration after minutes.
 
-    FILE is JSON: what --kv-transfer-config gets, or its kv_connector_extra_config alone. Nothing is
-    made, claimed or changed, but for what --connect tries, which is removed again. Run it as the
+    FILE is JSON: the value of --kv-transfer-config, or its kv_connector_extra_config alone. Nothing
+    is made, claimed or changed, except by --connect, which removes its object again. Run it as the
     user and on the host that the engine is to run on. The exit status is 0 if nothing was found, or
     warnings only; 1 if an engine would refuse something, or if --connect finds storage that does
     not work; and 2 if FILE cannot be read.
@@ -45,9 +45,9 @@ def check(
     file
         the configuration as JSON; - reads stdin
     block_bytes
-        bytes of one block of all workers, if the model's config does not tell
+        bytes of one block of all workers, if the model's config does not show it
     connect
-        try each tier's storage: reach it, log in, and store, load and remove something
+        try each tier's storage: reach it, log in, and store, load and remove a small object
     """
     from kvtier.tools.checking import configuration  # noqa: PLC0415 - heavy imports
     from kvtier.tools.terminal import check_can_report, report  # noqa: PLC0415 - as above

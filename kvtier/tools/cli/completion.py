@@ -1,4 +1,4 @@
-"""Completion of commands, options and files by the user's shell: its script, and where it goes."""
+"""Installs the script by which the user's shell completes commands, options and files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add_completion(app: App) -> None:
     """Add the two commands to all others."""
 
     def install(shell: Shell | None = None) -> int:
-        """Have your shell complete commands, options and files, by a script.
+        """Make your shell complete commands, options and files, by a script.
 
         The script goes where the shell looks for it, below the home folder; bash and zsh get a line
         in .bashrc or .zshrc, once. Run it again after an upgrade.
@@ -39,7 +39,7 @@ def add_completion(app: App) -> None:
         return 0
 
     def show(shell: Shell | None = None) -> int:
-        """Print the script that completes commands, for a package or a place of your own.
+        """Print the script that completes commands, for a package or another place.
 
         Parameters
         ----------
@@ -55,7 +55,7 @@ def add_completion(app: App) -> None:
 
 def _script(app: App, shell: Shell) -> str:
     script = app.generate_completion(shell=shell)
-    # Else bash takes a folder for a whole word, and goes on behind a space.
+    # Otherwise bash treats a folder as a whole word, and adds a space.
     return script.replace("\ncomplete -F ", "\ncomplete -o filenames -F ")
 
 

@@ -1,4 +1,4 @@
-"""What ``kvtier replay --policies`` does: hit ratio against capacity, policies alone."""
+"""Runs ``kvtier replay --policies``: hit ratio against capacity, of policies alone."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def run_curves(
     capacity_shares: str,
     json_file: str | None,
 ) -> int:
-    """Print the table, and write the report if asked. Returns the exit status.
+    """Print the table, and write the report if requested. Returns the exit status.
 
-    After Ctrl-C it does so with what it has by then, and says that it is incomplete.
+    After Ctrl-C it prints the results so far, marked as incomplete.
     """
     policies = [*curves.parse_policies(policy_names), curves.MIN]
     if json_file:

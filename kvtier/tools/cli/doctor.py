@@ -1,4 +1,4 @@
-"""``kvtier doctor``: what is wrong with a configuration, its machine, and running engines."""
+"""``kvtier doctor``: finds faults of a configuration, its machine, and running engines."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from kvtier.tools.checking.findings import Findings
 
 ERRORS: Final = 1
-"""The exit status if an engine would not start, or a tier or an engine does not work."""
+"""The exit status if an engine would not start, or a tier or an engine is not working."""
 
 WARNINGS: Final = 3
-"""The exit status for warnings alone."""
+"""The exit status for only warnings."""
 
 _ADDRESS: Final = re.compile(r"https?://.+|[^/\s{}]+:\d+(/\S*)?")
 
@@ -34,10 +34,10 @@ def doctor(
     engine: DoctorArguments = DoctorArguments(),
     json: Json = None,
 ) -> int:
-    """Find what is wrong with a configuration, the machine that it is for, and running engines.
+    """Find faults of a configuration, the machine that it is for, and running engines.
 
     It applies all rules of kvtier check, and many more, in less than five seconds. Nothing is
-    claimed or changed: an empty file, by which it tries O_DIRECT, and what --probe stores are
+    claimed or changed: an empty file, with which it tries O_DIRECT, and the blocks of --probe are
     removed again. Run it as the user and on the host that the engine is to run on. The exit status
     is 0 if nothing was found, or notes only; 3 for warnings; 1 for errors, when an engine would not
     start, or a tier or an engine does not work; and 2 if a target cannot be read.
@@ -48,9 +48,9 @@ def doctor(
         one configuration at most: a file with JSON, JSON itself, or - for stdin; and running
         engines: host:port, or http://host:port/metrics
     block_bytes
-        bytes of one block of all workers, if the model's config does not tell
+        bytes of one block of all workers, if the model's config does not show it
     probe
-        measure each tier, too: store and load 512 MiB in a folder, or under names, of its own
+        also measure each tier: store and load 512 MiB in a separate folder, or under separate names
     """
     from kvtier.tools.doctor.examination import examine  # noqa: PLC0415 - heavy imports
     from kvtier.tools.terminal import check_can_report, report  # noqa: PLC0415 - as above

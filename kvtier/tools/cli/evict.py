@@ -28,18 +28,18 @@ def evict(
     once: bool = False,
     json: Json = None,
 ) -> int:
-    """Keep the folder of an fs tier within a size: remove what was used least recently.
+    """Keep the folder of an fs tier within a size: remove the least recently used blocks.
 
-    For a folder that nobody cleans, such as the one that vLLM's own fs tier fills: run it from a
-    cron job, or beside the engines with --every. Engines that use the folder need not know of it.
-    Which blocks engines with capacity_bytes have used is known; of all others the times of the
-    files count. The exit status is 0 if the folder holds no more than --capacity afterwards, 1 if
+    For a folder without a cleaner, such as the one that vLLM's own fs tier fills: run it from a
+    cron job, or beside the engines with --every. Engines that use the folder need no change. For
+    engines with capacity_bytes their records of use count, for all others the times of the files.
+    The exit status is 0 if the folder holds no more than --capacity afterwards, 1 if
     it does, and 2 if the folder or an option was refused.
 
     Parameters
     ----------
     capacity
-        what the folder may hold: 500GB, 2TiB
+        the most that the folder may hold: 500GB, 2TiB
     every
         clean again and again, until interrupted
     once

@@ -1,17 +1,17 @@
-"""What a command tells the shell that has run it."""
+"""Exit statuses of commands."""
 
 from __future__ import annotations
 
 from typing import Final
 
 BAD_INPUT: Final = 2
-"""For input that was refused, as argparse has it."""
+"""For refused input, as with argparse."""
 
 INTERRUPTED: Final = 130
-"""After Ctrl-C, as shells have it."""
+"""After Ctrl-C, as in shells."""
 
 UNREAD: Final = 141
-"""After whoever read its output has ended, such as ``head``; as shells have it for SIGPIPE."""
+"""After the reader of its output has ended, such as ``head``; as in shells for SIGPIPE."""
 
 TERMINATED: Final = 143
-"""After SIGTERM, which a command handles as Ctrl-C; as shells have it."""
+"""After SIGTERM, which a command handles like Ctrl-C; as in shells."""

@@ -1,4 +1,4 @@
-"""``kvtier fsck``: whether what a tier's storage holds is sound."""
+"""``kvtier fsck``: verifies the contents of a tier's storage."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def fsck(
 ) -> int:
     """Verify a tier's folder: every header, every table, every block's checksum.
 
-    The exit status is 0 if all is sound, 1 if there were problems, repaired or not, and 2 if the
-    folder or an option was refused.
+    The exit status is 0 if everything is sound, 1 if there were problems, repaired or not, and 2 if
+    the folder or an option was refused.
 
     Parameters
     ----------
     repair
-        drop what is unsound, so that nothing of it is found again; no engine may be using a disk
-        tier's folder
+        drop unsound entries, so that they are not found again; no engine may be using a disk tier's
+        folder
     encryption_key_file
         the disk tier's encryption keys; without them, encrypted blocks are not verified
     """
@@ -75,7 +75,7 @@ def _show(place: str, verified: Verified, *, repair: bool) -> None:
 
 
 def _verdict(verified: Verified, *, repair: bool) -> str:
-    """Return in a sentence or two how it stands."""
+    """Return the result in a sentence or two."""
     if not verified.is_complete:
         return "Interrupted: not everything was checked."
     count = verified.problem_count

@@ -1,4 +1,4 @@
-"""``kvtier ls``: what a tier's storage holds."""
+"""``kvtier ls``: lists the contents of a tier's storage."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from kvtier.tools.cli.options import Json, StoragePlace
 
 
 def ls(path: StoragePlace, /, *, json: Json = None) -> int:
-    """Show what a tier's storage holds: namespaces, blocks, bytes and ages.
+    """Show the contents of a tier's storage: namespaces, blocks, bytes and ages.
 
-    Nothing is changed, and engines may be using it. What counts is what an engine would find at
-    its start.
+    Nothing is changed, and engines may be using it. It counts the blocks that an engine would find
+    at its start.
     """
     from kvtier.tools.cli import namespaces, storage  # noqa: PLC0415 - heavy imports stay out of other runs
     from kvtier.tools.terminal import progress, report, table  # noqa: PLC0415 - as above

@@ -1,7 +1,7 @@
-"""The entry point of the ``kvtier`` command: its subcommands, and what a failure is for a shell.
+"""The entry point of the ``kvtier`` command: its subcommands, and exit statuses of failures.
 
-A subcommand is the function of its module's name. Modules are light; what a command
-needs for its work it imports when it runs.
+A subcommand is the function with its module's name. Modules are light: a command imports the rest
+when it runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COMMANDS: Final = (
     "top",
 )
 OPTIONS: Final = ("--help", "--version", "--install-completion", "--show-completion")
-"""What may stand in a command's place."""
+"""Options that may stand in a command's place."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def _run(argv: Sequence[str] | None) -> int:
         print(f"{name}: {error}{_meant(error)}", file=sys.stderr)
         return BAD_INPUT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to be flushed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output not flushed yet
         return UNREAD
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
@@ -86,7 +86,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _meant(error: Exception) -> str:
-    """Return which option was meant where a command was to be; cyclopts names commands only."""
+    """Return the option that was meant in a command's place; cyclopts suggests only commands."""
     if not isinstance(error, UnknownCommandError) or not error.unused_tokens:
         return ""
     (given, *_) = error.unused_tokens
@@ -94,7 +94,7 @@ def _meant(error: Exception) -> str:
 
 
 def make_app() -> App:
-    """Return all commands, from which the reference page is made too."""
+    """Return all commands; the reference page is made from them too."""
     app = App(
         name="kvtier",
         help="Multi-tier KV-cache offloading.",
@@ -114,7 +114,7 @@ def make_app() -> App:
 
 @contextmanager
 def _log_on_stderr() -> Iterator[None]:
-    """Keep the log out of stdout, which is the command's answer; and to what went wrong."""
+    """Send the log to stderr, since stdout is the command's result; warnings and errors only."""
     import logging  # noqa: PLC0415 - like the next
 
     import structlog  # noqa: PLC0415 - not needed for --help and --version

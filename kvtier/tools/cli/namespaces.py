@@ -1,4 +1,4 @@
-"""Namespaces of a tier's storage: tables of them, which one is meant, and in what they differ."""
+"""Namespaces of a tier's storage: their tables, selection and differences."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _DIGITS_SHOWN: Final = 12
 
 
 def _digest(name: str | None) -> str:
-    """Return as much of a namespace's or a key's digest as people compare by eye."""
+    """Return the part of a namespace's or a key's digest that can be compared by eye."""
     return "-" if name is None else name.rpartition("_")[2][:_DIGITS_SHOWN]
 
 
 class _Column(NamedTuple):
-    """A figure of a namespace, as people read it."""
+    """A figure of a namespace, in readable form."""
 
     name: str
     title: str
@@ -78,14 +78,14 @@ def sums_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def summed_up(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return the same for people."""
+    """Return the same in readable form."""
     sums = sums_of(rows)
     blocks = "1 block" if sums["blocks"] == 1 else f"{sums['blocks']:,} blocks"
     return f"{blocks}, {shown_bytes(sums['bytes'])}"
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Show the columns that the rows have; those of ``_IF_ANY`` only if one says something."""
+    """Show the columns that the rows have; those of ``_IF_ANY`` only if one has a value."""
     columns = [
         column
         for column in _COLUMNS
@@ -97,7 +97,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def differences(facts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what not all of these have alike: ``fact``, by its path, and ``values``, one each."""
+    """Return the facts in which these differ: ``fact``, by its path, and ``values``, one each."""
     flat = [dict(_flat(each)) for each in facts]
     names = sorted({name for each in flat for name in each})
     rows = [{"fact": name, "values": [each.get(name, _MISSING) for each in flat]} for name in names]
@@ -105,7 +105,7 @@ def differences(facts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show_differences(namespaces: Sequence[Mapping[str, Any]]) -> None:
-    """Show them, and whose model it is. Names are as short as ``--namespace`` takes them."""
+    """Show the differences, and the models. Names are shortened as ``--namespace`` accepts them."""
     known = [(_digest(each["namespace"]), each["facts"]) for each in namespaces if each["facts"]]
     known = known[:NAMESPACES_MAX]
     rows = differences([each for _, each in known])

@@ -13,7 +13,7 @@ else:
     from pathlib import Path
 
     File = str | Path
-    """A string, always; that it might be a path has shells complete the names of files."""
+    """Always a string; the type includes a path so that shells complete file names."""
 
 
 def _shown_default(value: object) -> str | None:
@@ -22,17 +22,17 @@ def _shown_default(value: object) -> str | None:
 
 
 DEFAULTS: Final = Parameter(negative=(), show_default=_shown_default, allow_repeating=True)
-"""Of every option: a flag has no opposite, since all are off by default; the last value counts."""
+"""For every option: a flag has no opposite, since all are off by default; the last value counts."""
 
 
 def _check_is_no_option(_: object, name: object) -> None:
-    """Raise ``ValueError`` for an option that is misspelt, or stands where a file is to be."""
+    """Raise ``ValueError`` for an option that is misspelt, or in the place of a file."""
     if str(name).startswith("-") and name != "-":
         raise ValueError(f"{name} is not an option of this command.")
 
 
 HYPHEN: Final = Parameter(allow_leading_hyphen=True, validator=_check_is_no_option)
-"""Of a file that may be ``-``, for stdin or stdout."""
+"""For a file that may be ``-``, for stdin or stdout."""
 
 Json = Annotated[
     File | None,
@@ -42,7 +42,7 @@ Json = Annotated[
         help="write all figures to FILE, as JSON; - writes them to stdout, and no tables",
     ),
 ]
-"""Where to write figures, for commands that can write them to stdout."""
+"""The file for figures, for commands that can write them to stdout."""
 
 JsonFile = Annotated[
     File | None,
@@ -67,7 +67,7 @@ Sizes = Annotated[str, Parameter(metavar="SIZES")]
 @Parameter(name="*", group="Reading the trace")
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    """How to read a trace of requests."""
+    """Settings for reading a trace of requests."""
 
     format: Literal["auto", "mooncake", "qwen-bailian", "plain", "recorded"] = "auto"
     """format of the trace; by default recognised by its fields"""
@@ -76,7 +76,7 @@ class TraceOptions:
     """tokens in one block of the trace; by default 512 for mooncake, 16 for the others"""
 
     on_bad_line: Literal["stop", "skip"] = "stop"
-    """what to do with a line that is no request"""
+    """what to do with a line that is not a request"""
 
     limit: Count = None
     """read only the first N requests"""
@@ -88,7 +88,7 @@ class TierOptions:
     """The tiers that a trace is played on."""
 
     config: Annotated[File | None, Parameter(metavar="FILE")] = None
-    """kv_connector_extra_config as JSON, as vLLM gets it; what surrounds it is ignored"""
+    """kv_connector_extra_config as JSON, as vLLM gets it; surrounding keys are ignored"""
 
     dram: Annotated[str | None, Parameter(metavar="SIZE")] = None
     """the primary tier: 2GiB, or a share of the trace's distinct blocks such as 5%"""
@@ -107,32 +107,32 @@ class TierOptions:
     """keep the tiers' folders at the end, and accept folders that hold blocks"""
 
     verify: Literal["full", "head", "off"] = "full"
-    """what is compared of what is read: every byte, the first 4 KiB of each block, or nothing"""
+    """the part of read blocks to compare: every byte, the first 4 KiB of each block, or nothing"""
 
 
 @Parameter(name="*", group="The stated engine")
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How fast the engine is that plays a trace."""
+    """Speeds of the engine that plays a trace."""
 
     prefill_tokens_per_s: Annotated[float, Parameter(metavar="N")] = 100_000.0
-    """how fast prompts are computed, one at a time"""
+    """speed at which prompts are computed, one at a time"""
 
     decode_tokens_per_s: Annotated[float, Parameter(metavar="N")] = 50.0
-    """how fast each request in flight gets its output"""
+    """speed at which each request in flight gets its output"""
 
     requests_in_flight: Annotated[int, Parameter(metavar="N")] = 128
-    """requests in flight at most; more than these wait"""
+    """most requests in flight; others wait"""
 
     speed: Annotated[str, Parameter(metavar="N")] = "max"
-    """play arrivals and computing N times as fast, in real time; max skips the time in which only
-    computing goes on"""
+    """play arrivals and computing N times as fast, in real time; max skips time in which only
+    the engine computes"""
 
 
 @Parameter(name="*", group="Policies alone, without the runtime")
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
-    """Which policies are compared, and at which capacities."""
+    """Policies and capacities to compare."""
 
     policies: Annotated[str | None, Parameter(metavar="NAMES")] = None
     """compare these eviction policies (a,b or all) and MIN, which knows the future"""
@@ -168,7 +168,7 @@ class ModelOptions:
 @Parameter(name="*", group="The tiers, fastest first")
 @dataclass(frozen=True, kw_only=True)
 class TiersOptions:
-    """The tiers that are there, or planned."""
+    """The existing or planned tiers."""
 
     tiers: Annotated[str | None, Parameter(metavar="SIZES")] = None
     """tiers that you have or plan: dram=64GiB,disk=2TiB"""
@@ -180,7 +180,7 @@ class TiersOptions:
 @Parameter(name="*", group="The workload")
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
-    """The requests that the tiers are for."""
+    """The requests for the tiers."""
 
     trace: Annotated[File | None, Parameter(metavar="FILE")] = None
     """a trace of requests; gzip and zstd are recognised"""

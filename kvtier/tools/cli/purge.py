@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.offline import Offline, Removed, Selection
 
 LEFT: Final = 1
-"""The exit status if something that was selected may still be there."""
+"""The exit status if a selected block may still exist."""
 
 
 @Parameter(name="*", group="What to remove; at least one of them")
 @dataclass(frozen=True, kw_only=True)
 class PurgeOptions:
-    """Which blocks are to be removed."""
+    """The blocks to remove."""
 
     older_than: Annotated[str | None, Parameter(metavar="AGE")] = None
     """blocks stored longer ago: 30m, 12h, 7d"""
 
     namespace: Annotated[str | None, Parameter(metavar="DIGEST")] = None
-    """blocks of this namespace; as many digits as tell it from the others"""
+    """blocks of this namespace; give enough digits to identify it"""
 
     dead: bool = False
-    """blocks of weights without a name, which no engine finds but the one that stored them, until
-    it ends; a disk tier evicts these first by itself"""
+    """blocks of weights without a name, which only the engine that stored them finds, until it
+    ends; a disk tier evicts these first by itself"""
 
     all: bool = False
     """all blocks, and regions that cannot be read"""
@@ -51,17 +51,17 @@ def purge(
 ) -> int:
     """Remove blocks of a tier: by age, by namespace, dead ones, or all.
 
-    They are not found again, and their bytes are taken off the disk. If an engine is using a disk
-    tier's folder, it is asked to do it. Redis and Valkey do not say how old a block is. On a
-    terminal, --all asks first. The exit status is 0 if all that was selected is gone, 1 if not,
-    and 2 if what was named, or an option, was refused.
+    They are not found again, and their bytes are erased from the disk. If an engine is using a disk
+    tier's folder, the command leaves it a request to remove them. Redis and Valkey do not record a
+    block's age. On a terminal, --all asks for confirmation. The exit status is 0 if all selected
+    blocks are gone, 1 if not, and 2 if the place or an option was refused.
 
     Parameters
     ----------
     yes
         do not ask for confirmation of --all
     dry_run
-        remove nothing, and show what would be removed
+        remove nothing, and show the blocks that would be removed
     """
     from kvtier.tools.cli import namespaces, storage  # noqa: PLC0415 - heavy imports stay out of other runs
     from kvtier.tools.terminal import progress, report  # noqa: PLC0415 - as above
@@ -110,7 +110,7 @@ def _show(removed: Removed, figures: dict[str, Any]) -> None:
 
 
 def _is_sure(offline: Offline) -> bool:
-    """Ask before everything goes, if there is somebody to ask."""
+    """Ask for confirmation before removing everything, if there is a terminal."""
     from kvtier.tools.cli import namespaces  # noqa: PLC0415 - as in purge
     from kvtier.tools.terminal import progress, says_yes  # noqa: PLC0415 - as in purge
 
@@ -125,7 +125,7 @@ def _is_sure(offline: Offline) -> bool:
 
 
 def _selection(what: PurgeOptions) -> Selection:
-    """Return what is to be removed. Raises ``ConfigError``."""
+    """Return the blocks to remove. Raises ``ConfigError``."""
     from kvtier.plugin_api.offline import Selection  # noqa: PLC0415 - as in purge
 
     given = (what.older_than is not None, what.namespace is not None, what.dead)

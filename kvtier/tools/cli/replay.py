@@ -24,8 +24,8 @@ def replay(
 ) -> int:
     """Play a trace of requests through the real runtime, on real tiers, and check every byte.
 
-    Prompts arrive as in the trace, are looked up, loaded, computed and stored as an engine would;
-    computing takes the stated time and nothing else. With --policies, only eviction policies are
+    Prompts arrive as in the trace, and are looked up, loaded, computed and stored as by an engine;
+    computing only takes the stated time. With --policies, only eviction policies are
     compared, without the runtime.
 
     Parameters

@@ -1,4 +1,4 @@
-"""What ``kvtier replay`` does without ``--policies``: plays a trace, and reports on the run."""
+"""Runs ``kvtier replay`` without ``--policies``: plays a trace, and reports on the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvtier.tools.replay.traces import Trace
 
 WRONG: Final = 1
-"""The exit status if a block was wrong, an actor broke, or a tier failed all that it was given."""
+"""The exit status if a block was wrong, an actor broke, or a tier failed all of its work."""
 
 
 def run_replay(
@@ -40,8 +40,8 @@ def run_replay(
 ) -> int:
     """Play the trace and report. Returns the exit status.
 
-    After Ctrl-C or SIGTERM the runtime is closed, folders are removed, and
-    what was measured so far is reported as partial.
+    After Ctrl-C or SIGTERM the runtime is closed, folders are removed, and the measurements so far
+    are reported as partial.
     """
     if json_file:
         check_can_write(json_file)
@@ -95,7 +95,7 @@ def _settings(
 
 
 def _report(json_file: str | None, trace: Trace, replayed: Replayed) -> list[str]:
-    """Print and write what was asked for; return what must never be."""
+    """Print and write the requested reports; return the failures."""
     report = build_report(replayed, describe(trace))
     for warning in report["warnings"]:
         print(f"Warning: {warning}")
@@ -115,7 +115,7 @@ def _report(json_file: str | None, trace: Trace, replayed: Replayed) -> list[str
 
 @contextmanager
 def _stopping() -> Iterator[Callable[[], bool]]:
-    """Turn the first SIGINT, or SIGTERM, into a yes; a second one interrupts as usual."""
+    """Make a function return True after the first SIGINT or SIGTERM; a second one interrupts."""
     stopped = threading.Event()
 
     def stop(*_: object) -> None:

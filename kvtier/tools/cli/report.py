@@ -18,10 +18,10 @@ def report(
     output: Annotated[File | None, HYPHEN, Parameter(metavar="FILE")] = None,
     on_bad_line: Literal["stop", "skip"] = "stop",
 ) -> None:
-    """Draw what was recorded, replayed or soaked, as one HTML page that needs nothing else.
+    """Draw a record, a replay or a soak as one self-contained HTML page.
 
-    The page has graphs over one time axis, tables, and at the top what matters most. It goes to
-    stdout unless --output is given. What the file is, is recognised by its content.
+    The page has the main figures at the top, graphs over one time axis, and tables. It goes to
+    stdout unless --output is given. The file's type is recognised by its content.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ def report(
     output
         write the page to FILE
     on_bad_line
-        of a record: what to do with a line that is no request
+        for a record: what to do with a line that is not a request
     """
     from kvtier.plugin_api.atomic_file import write_named  # noqa: PLC0415 - heavy imports
     from kvtier.tools.cli.trace_input import reading_in_sight  # noqa: PLC0415 - as above
@@ -46,7 +46,7 @@ def report(
         )
     with reading_in_sight(f"reading {file}") as on_progress:
         page = page_of_file(file, skips=on_bad_line == "skip", on_progress=on_progress)
-    html = page.html().encode(errors="replace")  # a file's name may hold what is not UTF-8
+    html = page.html().encode(errors="replace")  # file names may not be UTF-8
     if output is not None:
         write_named(output, lambda place: place.write_bytes(html))
         print(f"Page: {output}")

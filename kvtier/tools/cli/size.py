@@ -1,4 +1,4 @@
-"""``kvtier size``: recommends how large each tier should be."""
+"""``kvtier size``: recommends the size of each tier."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def size(
     reading: TraceOptions = TraceOptions(),
     json: JsonFile = None,
 ) -> int:
-    """Recommend how large each tier should be.
+    """Recommend the size of each tier.
 
-    Needs a model: its config.json, or three numbers. With a trace it says what each size would hit
-    and where the knee is; with prices, how large each tier should be.
+    Needs a model: its config.json, or three numbers. With a trace it shows the hit ratio of each
+    size and the knee; with prices, the recommended size of each tier.
     """
     from kvtier.tools.cli.sizing import run_size  # noqa: PLC0415 - only what was asked for
 

@@ -1,4 +1,4 @@
-"""What ``kvtier size`` does: asks the model, replays the trace, and shows what a size buys."""
+"""Runs ``kvtier size``: reads the model, replays the trace, and shows the gain of each size."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         WorkloadOptions,
     )
 
-BLOCK_TOKENS: Final = 16  #: vLLM's default, where no trace says another
+BLOCK_TOKENS: Final = 16  #: vLLM's default, unless a trace has another
 PRICE_MAX: Final = 1e9
 _TIER: Final = re.compile(r"\s*([A-Za-z0-9_-]{1,30})\s*=\s*([^=\s]{1,20})\s*")
 
@@ -60,7 +60,7 @@ def run_size(
     reading: TraceOptions,
     json_file: str | None,
 ) -> int:
-    """Print the recommendation, and write the report if asked. Returns the exit status.
+    """Print the recommendation, and write the report if requested. Returns the exit status.
 
     After Ctrl-C the curve ends early, and nothing is recommended.
     """
@@ -79,7 +79,7 @@ def run_size(
 
 def _without_trace(block_tokens: int, asked: _Asked) -> dict[str, Any]:
     token_bytes = asked.token_bytes()
-    _tier_blocks(asked.tiers, token_bytes * block_tokens, 1)  # refuses what holds none
+    _tier_blocks(asked.tiers, token_bytes * block_tokens, 1)  # refuses one without room for a block
     report = _model(asked, block_tokens)
     _show_model(report)
     if asked.tiers:
@@ -150,7 +150,7 @@ def _tiers_with_trace(
     best: int | None,
     tier_blocks: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Show the tiers at hand and the recommended ones; return what the report says of them."""
+    """Show the existing and the recommended tiers; return their part of the report."""
     report: dict[str, Any] = {}
     point_of = {point.blocks: point for point in points}
     first = None if best is None else ("size at the knee", points[best].blocks)
@@ -362,7 +362,7 @@ def _show_tiers(title: str, tiers: Sequence[Mapping[str, Any]]) -> None:
 def _show_extra_config(
     tiers: Sequence[Mapping[str, Any]], block_tokens: int
 ) -> dict[str, Any] | None:
-    """Print the configuration of the tiers with a size: the dearest in memory, the others disks."""
+    """Print a configuration of the sized tiers: the most expensive in memory, the others disks."""
     sized = [tier for tier in tiers if tier["blocks"]]
     if not sized:
         return None
@@ -386,7 +386,7 @@ def _show_extra_config(
 
 
 def _show_engines(asked: _Asked, tokens: int, what: str) -> dict[str, int]:
-    """Show what so many tokens are in the engines' options; return it for the report."""
+    """Show the engines' options for a number of tokens; return them for the report."""
     per_rank = tokens * asked.geometry.bytes_per_token_per_rank(asked.tp)
     sizes = {
         "vllm_cpu_bytes_to_use": tokens * asked.token_bytes(),

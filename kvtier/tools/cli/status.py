@@ -1,4 +1,4 @@
-"""``kvtier status``: how running engines and their tiers are, once."""
+"""``kvtier status``: shows the state of running engines and their tiers, once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier.errors import Misuse
 from kvtier.tools.cli.options import Json
 
 TROUBLE: Final = 1
-"""The exit status if a tier is not in use, or an engine does not answer."""
+"""The exit status if a tier is not in use, or an engine does not respond."""
 
 HERE: Final = "127.0.0.1:8000"
 
@@ -24,16 +24,16 @@ def status(
 ) -> int:
     """Show the tiers of running engines, and what to do first.
 
-    Figures are from the start of each engine on, or of some seconds. The exit status is 0 if all
-    tiers of all engines are in use; 1 if one is not, if an engine does not answer or has no kvtier;
-    and 2 for an address that is none. kvtier top shows the last minute and hour.
+    Figures are since the start of each engine, or over some seconds. The exit status is 0 if all
+    tiers of all engines are in use; 1 if one is not, or if an engine does not respond or has no
+    kvtier; and 2 for an invalid address. kvtier top shows the last minute and hour.
 
     Parameters
     ----------
     urls
         of the engines' servers: host:port, or http://host:port/metrics; by default 127.0.0.1:8000
     seconds
-        look twice, N seconds apart, and show what the engines have done meanwhile
+        read twice, N seconds apart, and show the work of the engines in between
     """
     from kvtier.tools.terminal import check_can_report, report, table  # noqa: PLC0415 - heavy imports
     from kvtier.tools.watching import shown  # noqa: PLC0415 - as above

@@ -1,7 +1,7 @@
 """Opens the storage that a command names: a folder, an address, or an entry of secondary_tiers.
 
-Shared by ``ls``, ``fsck``, ``purge`` and ``evict``. What kind of storage it is, the classes
-under the entry point ``kvtier.offline`` recognize.
+Shared by ``ls``, ``fsck``, ``purge`` and ``evict``. The classes under the entry point
+``kvtier.offline`` recognize the type of storage.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ENTRY: Final = "{"
 def opened(
     place: str, json_file: str | None, encryption_key_file: str | None = None
 ) -> Iterator[Offline]:
-    """Give the storage at ``place``; faults of it become ``ConfigError``.
+    """Yield the storage at ``place``; its faults become ``ConfigError``.
 
-    Raises ``Misuse`` now if the figures could not be written later, or the storage hangs.
+    Raises ``Misuse`` at once if the figures could not be written later, or if the storage hangs.
     """
     check_can_report(json_file)
     storage = _storage_at(place)
@@ -89,7 +89,7 @@ def _of_entry(place: str, classes: Mapping[str, type[Offline]]) -> Offline:
 
 
 def _check_folder(path: str, classes: Mapping[str, type[Offline]]) -> None:
-    """Raise ``ConfigError`` for what is no folder, or a folder that can't be read."""
+    """Raise ``ConfigError`` if it is not a folder, or can't be read."""
     check_answers(path)
     try:
         with os.scandir(path):

@@ -1,4 +1,4 @@
-"""``kvtier top``: how running engines and their tiers are, again and again."""
+"""``kvtier top``: shows the state of running engines and their tiers, repeatedly."""
 
 from __future__ import annotations
 

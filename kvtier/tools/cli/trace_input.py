@@ -1,4 +1,4 @@
-"""Reads a trace in sight of the user, and describes it."""
+"""Reads a trace with a progress bar, and describes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BAD_LINES_SHOWN_MAX: Final = 5
 
 
 def read_trace_in_sight(path: str | Path, reading: TraceOptions) -> Trace:
-    """Read the trace with a progress bar; say on stderr what was skipped or sorted."""
+    """Read the trace with a progress bar; report skipped and sorted lines on stderr."""
     with reading_in_sight("reading the trace") as on_progress:
         trace = read_trace(
             path,
@@ -37,7 +37,7 @@ def read_trace_in_sight(path: str | Path, reading: TraceOptions) -> Trace:
 
 @contextmanager
 def reading_in_sight(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how far a file has been read; gives what ``read_trace`` takes as ``on_progress``."""
+    """Show the progress of reading a file; yields the ``on_progress`` for ``read_trace``."""
     done = 0
     with progress(label, 100) as bar:
 
@@ -51,7 +51,7 @@ def reading_in_sight(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def describe(trace: Trace) -> dict[str, Any]:
-    """Return what a JSON report says of the trace."""
+    """Return the trace's part of a JSON report."""
     return {
         "name": trace.name,
         "format": trace.format,

@@ -1,6 +1,6 @@
 """``python -m kvtier.tools.demo``: kvtier in a real vLLM engine, in about a minute.
 
-The same prompts four times: computed (cold), served from DRAM, served from a secondary
+It runs the same prompts four times: computed (cold), served from DRAM, served from a secondary
 tier after DRAM was emptied, and served from that tier by a new engine process after the
 first has exited (restart). The tier is ``disk``, or ``redis`` on a Valkey server that the
 demo starts. Prints one table, and exits with status 1 unless the output tokens are the
@@ -30,7 +30,7 @@ from kvtier.tools.process_group import process_group
 
 PROMPTS: Final = 10
 PROMPT_TOKENS: Final = 1_000
-# Docker gives a container 64 MiB of shared memory; the demo fits in.
+# Docker gives a container 64 MiB of shared memory; the demo fits into that.
 CPU_BYTES: Final = 52 << 20
 LOG_TAIL_LINES: Final = 40
 COLD, DRAM, RESTART = "cold", "DRAM", "restart"
@@ -45,7 +45,7 @@ _ENGINE_ENVIRONMENT: Final = {
 
 
 def main() -> int:
-    """Run the demo; 0 if everything that it shows is true."""
+    """Run the demo; return 0 if its results are as promised."""
     parser = argparse.ArgumentParser(prog="python -m kvtier.tools.demo")
     parser.add_argument("--tier", choices=tuple(TIERS), default="disk", help="the tier to show")
     parser.add_argument(
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def save_model(folder: Path) -> int:
-    """Save the demo's model in a folder that is empty or not there yet."""
+    """Save the demo's model in a folder that is empty or does not exist yet."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         say(f"{folder} is not an empty folder: name another one")
         return 2
@@ -119,7 +119,7 @@ def run_engine(folder: Path, tier: DemoTier, *names: str) -> dict[str, dict[str,
             "spec_module_path": "kvtier.vllm",
             "cpu_bytes_to_use": CPU_BYTES,
             "on_reset": "keep",  # it empties DRAM, and the weights stay the same
-            "load_policy": "always",  # so small a model may be quicker than the tier
+            "load_policy": "always",  # so small a model may be faster than the tier
             "secondary_tiers": [tier.entry],
         },
     }
@@ -150,7 +150,7 @@ def run_engine(folder: Path, tier: DemoTier, *names: str) -> dict[str, dict[str,
 
 
 def verdict(phases: dict[str, dict[str, Any]]) -> list[str]:
-    """Return what the figures do not bear out; an empty list if all is as promised."""
+    """Return the promises that the figures do not meet, in words."""
     problems = []
     cold = phases[COLD]
     for name, phase in phases.items():

@@ -1,7 +1,7 @@
-"""One engine of the demo, in a process of its own: runs phases, reports figures.
+"""Runs one engine of the demo in a process of its own, through phases, and reports figures.
 
 ``kvtier.tools.demo`` starts it with a JSON job. For each phase it prints one line that begins
-with ``{"phase":``; all else that it prints is log.
+with ``{"phase":``; all its other output is log.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def main() -> None:
     llm = start_engine(job, num_gpu_blocks_override=70, max_model_len=2048)
     prompts = make_prompts(job["prompts"], job["prompt_tokens"], SEED)
     # A first request pays for the engine's own warm-up; another seed, so that no tier has it.
-    # It is stored before a phase begins (``settle``), and a disk tier reports what it has from
-    # before ahead of that: the phase finds all of it.
+    # It is stored before a phase begins (``settle``), and a disk tier has announced its earlier
+    # blocks by then, so the phase finds all of them.
     generate(llm, make_prompts(1, job["prompt_tokens"], SEED + os.getpid())[0])
     for name, empties_dram in job["phases"].items():
         figures = run_phase(llm, prompts, empties_dram=empties_dram)
-        # On a new line: what was printed before may have left its own unfinished.
+        # On a new line: earlier output may have left its line unfinished.
         print("\n" + json.dumps({"phase": name, **figures}), flush=True)
     llm.llm_engine.engine_core.shutdown()
 
@@ -66,8 +66,8 @@ def make_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
 def start_engine(job: dict[str, Any], block_tokens: int = BLOCK_TOKENS, **sizes: int) -> LLM:
     """Start vLLM with kvtier on a job's ``model``, as its ``extra_config`` has it.
 
-    ``engine_id``: in the job, if it is to be known; ``connector``: if it is not kvtier's.
-    ``sizes``: what else bounds the engine.
+    ``engine_id``: in the job, if the caller needs to know it; ``connector``: if it is not kvtier's.
+    ``sizes``: other limits of the engine.
     """
     return LLM(
         model=job["model"],
@@ -113,7 +113,7 @@ def generate(llm: LLM, prompt: list[int]) -> Any:  # noqa: ANN401 - vLLM's
 
 
 def settle(llm: LLM) -> dict[str, float]:
-    """Step the engine until all that was stored in DRAM is in the tier too.
+    """Step the engine until all blocks in DRAM are in the tier too.
 
     Returns the bytes moved each way since the engine started.
     """

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 VOCABULARY: Final = 512
 PANGRAM: Final = "The quick brown fox jumps over the lazy dog. "
-"""The tokenizer has a token for each word of it, and spells all others."""
+"""The tokenizer has a token for each of these words, and spells all others."""
 
 
 class LlamaShape(NamedTuple):
-    """How large a Llama is."""
+    """Sizes of a Llama."""
 
     layers: int
     heads: int

@@ -25,13 +25,13 @@ class DemoTier(NamedTuple):
 
     name: str
     entry: Mapping[str, Any]  #: of ``secondary_tiers``
-    bounded: str  #: what ``CAPACITY_BYTES`` bounds
+    bounded: str  #: the size that ``CAPACITY_BYTES`` bounds
     used_bytes: Callable[[], int]
 
 
 @contextmanager
 def disk_tier(folder: Path) -> Iterator[DemoTier]:
-    """Give the ``disk`` tier, in a folder of its own."""
+    """Yield the ``disk`` tier, in a folder of its own."""
     path = folder / "tier"
 
     def used_bytes() -> int:
@@ -43,9 +43,9 @@ def disk_tier(folder: Path) -> Iterator[DemoTier]:
 
 @contextmanager
 def redis_tier(folder: Path) -> Iterator[DemoTier]:
-    """Give the ``redis`` tier on a server that runs until the block is left.
+    """Yield the ``redis`` tier on a server that runs until the block is left.
 
-    Nobody else can reach its Unix socket. Raises ``Misuse`` without the server's program or the
+    No other user can reach its Unix socket. Raises ``Misuse`` without the server's program or the
     client library, and exits with the server's log if it does not start.
     """
     program = packaged_valkey() or shutil.which("valkey-server") or shutil.which("redis-server")
@@ -66,7 +66,7 @@ def redis_tier(folder: Path) -> Iterator[DemoTier]:
         assert server.stdout is not None
         with server.stdout as lines, valkey.Valkey(unix_socket_path=socket) as client:
             log = ""
-            # After this line it prints too little to fill the pipe.
+            # After this line the server prints too little to fill the pipe.
             while "ready to accept connections" not in log.lower():
                 line = lines.readline()
                 if not line:

@@ -1,7 +1,7 @@
 """Examines configurations and running engines: ``kvtier check`` first, then the doctor's rules.
 
-It takes less than five seconds: all that may hang is waited for ``WAIT_S`` at most, and what of it
-can be is looked at at once. ``kvtier check`` waits longer, for storage that is slow.
+It takes less than five seconds: it waits for ``WAIT_S`` at most for anything that may hang, and
+checks as much as possible at once. ``kvtier check`` waits longer, for slow storage.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def examine(
     machine: Machine | None = None,
     with_probe: bool = False,
 ) -> Findings:
-    """Return what is found in a configuration, if there is one, and in the engines at addresses.
+    """Return the findings about a configuration, if there is one, and the engines at addresses.
 
-    ``values``: as ``kvtier check`` reads them. ``with_probe``: measure each tier, too, which takes
+    ``values``: as ``kvtier check`` reads them. ``with_probe``: also measure each tier, which takes
     longer.
     """
     machine = machine or Machine()
@@ -103,6 +103,6 @@ def _examine_configuration(
 
 
 def _longest_prompt(engine: DoctorArguments, machine: Machine) -> int:
-    """Return how many tokens the model takes, by its ``config.json``; 0: not known."""
+    """Return the tokens of the model's longest prompt, by its ``config.json``; 0: not known."""
     config = None if engine.model is None else config_of(engine.model, machine.environment)
     return 0 if config is None else read_context_length(config) or 0

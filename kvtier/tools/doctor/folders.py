@@ -1,4 +1,4 @@
-"""Rules of a tier's folder: where it lies, how much room it has, and whose it is.
+"""Rules of a tier's folder: its place, its free space and its owner.
 
 Called in a thread that may hang as the storage does; see ``check_tiers``.
 """
@@ -67,7 +67,7 @@ OF_NETWORK: Final = frozenset(
     ]
 )
 FILES_MAX: Final = 10_000
-"""A folder with more is not counted."""
+"""The most files of a folder that are counted."""
 
 KEYS: Final = tuple(
     f"{kind}_{place}" for kind in (AUTH_KEY, ENCRYPTION_KEY) for place in ("file", "env")
@@ -76,7 +76,7 @@ VLLM: Final = "vllm"
 
 
 def look_at_folder(config: TierConfig, place: str, machine: Machine) -> Iterator[Finding]:
-    """Yield what is odd about a tier's folder. May hang."""
+    """Yield findings about a tier's folder. May hang."""
     doubts = list(doubts_of_place(config, place))
     yield from doubts
     try:
@@ -116,7 +116,7 @@ def _filesystem(config: TierConfig, place: str, kind: str) -> Iterator[Finding]:
 
 
 def _direct(place: str, above: str) -> Iterator[Finding]:
-    with suppress(OSError):  # no file can be made there: refused already
+    with suppress(OSError):  # no file can be made here: refused already
         if not takes_direct(above):
             yield Finding(
                 NO_DIRECT,
@@ -177,7 +177,7 @@ def _modes(options: Mapping[str, object], place: str, found: os.stat_result) -> 
 
 
 def _contents(options: Mapping[str, object], place: str) -> Iterator[Finding]:
-    """Yield in what namespaces of the same model differ, and which ones the tier can't read."""
+    """Yield differences of namespaces of the same model, and namespaces that it can't read."""
     with suppress(ConfigError, OSError), FsFolder(place) as folder:
         found = folder.namespaces
         yield from namespaces_apart(place, map(facts_of, found.values()))

@@ -1,4 +1,4 @@
-"""Rule of storage that engines share: they find nothing of one another's if their names differ."""
+"""Rule of storage that engines share: with different names they find no common blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FACTS_MAX: Final = 3
 
 
 def namespaces_apart(place: str, namespaces: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Yield in what namespaces of the same model differ. ``namespaces``: the facts of each."""
+    """Yield differences of namespaces of the same model. ``namespaces``: the facts of each."""
     of_model: dict[str, list[Mapping[str, Any]]] = {}
     for facts in namespaces:
         if MODEL in facts:

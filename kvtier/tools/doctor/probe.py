@@ -1,7 +1,7 @@
 """``--probe``: stores and loads blocks through each tier's own code, for some seconds.
 
-As ``kvtier bench tier`` does, without the plain client beside it: in a folder, or under names, of
-its own, which are removed again.
+It works like ``kvtier bench tier`` without the plain client: in a separate folder, or under
+separate names, which are removed again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from kvtier.tools.doctor.subject import Subject
 
 BLOCK_BYTES: Final = 1 << 20
-"""Of a block, if the model's is not known."""
+"""Bytes of a block, if the model's are not known."""
 
 LEG_BYTES: Final = 512 << 20
-"""Moved at once: enough to keep every type of tier busy."""
+"""Bytes moved at once: enough to keep every type of tier busy."""
 
 ROUNDS: Final = 1
 PROBE_S_MAX: Final = 60.0
@@ -87,7 +87,7 @@ def _measure(tier: TierConfig, block_bytes: int) -> tuple[float, float]:
                 raise StoreFault("its storage hangs")
             try:
                 signals.check()
-            except KeyboardInterrupt:  # what it has stored is removed first
+            except KeyboardInterrupt:  # its blocks are removed first
                 for cancel in cancels:
                     cancel()
                 running.wait(CLEAN_UP_S_MAX)

@@ -1,4 +1,4 @@
-"""Rules of running engines, by what their ``/metrics`` show. All figures are since their start."""
+"""Rules of running engines, by their ``/metrics``. All figures are since their start."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ CACHE_CONFIG: Final = "vllm:cache_config_info"
 """vLLM's metric whose labels are the fields of its cache's configuration."""
 
 SHARED_FACTS: Final = ("block_size", "cache_dtype", "prefix_caching_hash_algo")
-"""Those that two engines of one model must have alike to share blocks."""
+"""Fields that two engines of one model must have in common to share blocks."""
 
 QUERIES_MIN: Final = 1_000
-"""So many blocks must have been looked up in a tier that never hits."""
+"""Fewest blocks looked up in a tier before it is reported as never hit."""
 
 WASTED_MIN: Final = 100
 WASTED_SHARE: Final = 1 / 5
 SLOWER_TOKENS_MIN: Final = 10_000
-"""So many tokens must have been loaded before their speeds mean much."""
+"""Fewest loaded tokens for which speeds are compared."""
 
 LOADS: Final = "loads"
 
@@ -69,7 +69,7 @@ class RunningEngine(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The engine as findings name it."""
+        """The engine's name in findings."""
         return f"{self.reading.url}, engine {self.reading.engine}"
 
     @property
@@ -79,7 +79,7 @@ class RunningEngine(NamedTuple):
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """How fast it computes prompts, by its own measurement; None: not known."""
+        """Its speed at computing prompts, by its own measurement; None: not known."""
         loaded = self.page.total(OF_SOURCE["loaded_tokens"], **self.labels)
         return loaded / self.reading.prefill_saved_s if self.reading.prefill_saved_s else None
 
@@ -97,7 +97,7 @@ def read_running(urls: Sequence[str], wait_s: float, findings: Findings) -> list
 
 
 def look_at_engine(engine: RunningEngine, findings: Findings) -> None:
-    """Note what is wrong with one engine."""
+    """Note the faults of one engine."""
     release = engine.reading.vllm
     note_if_untested(release, f"{engine.name}: it runs vLLM {release}", findings)
     if engine.cache_config.get("enable_prefix_caching") == "False":
@@ -193,7 +193,7 @@ def _misses(engine: RunningEngine, tier: TierReading) -> str:
 
 
 def _foreign(engine: RunningEngine, tier: TierReading, where: str, findings: Findings) -> None:
-    """Look for blocks that others have stored, and this engine does not serve."""
+    """Find blocks that others have stored, and this engine does not serve."""
     page, labels = engine.page, {**engine.labels, "tier": tier.name}
     unknown = sum(page.total(name, **labels) for name in page.counters("_unauthenticated"))
     if unknown:
@@ -243,7 +243,7 @@ def note_if_slower(
 
 
 def look_at_all(engines: Sequence[RunningEngine], findings: Findings) -> None:
-    """Note in what engines of one model differ that have a tier in common."""
+    """Note differences of engines of one model that have a tier in common."""
     for number, engine in enumerate(engines):
         for other in engines[:number]:
             _compare(other, engine, findings)

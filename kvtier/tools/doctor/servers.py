@@ -1,6 +1,6 @@
-"""Rules of a tier's servers: whether they answer, and what engines that share them store there.
+"""Rules of a tier's servers: whether they respond, and the namespaces stored there.
 
-Nothing is written there: what a tier does besides is tried by ``kvtier check --connect``.
+Nothing is written there; ``kvtier check --connect`` tries a tier's other operations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REMEDY: Final = (
 
 
 def look_at_servers(tiers: Sequence[TierConfig], wait_s: float, findings: Findings) -> None:
-    """Look at the servers of all tiers at once, and note what is wrong with each."""
+    """Check the servers of all tiers at once, and note the faults of each."""
     classes = offline_classes()
     looks = [
         _Look(tier, found, findings)
@@ -43,7 +43,7 @@ def look_at_servers(tiers: Sequence[TierConfig], wait_s: float, findings: Findin
 
 
 class _Look:
-    """A look at one tier's servers, in a thread that may hang as they do."""
+    """Check of one tier's servers, in a thread that may hang as they do."""
 
     def __init__(self, tier: TierConfig, offline: type[ServerStorage], findings: Findings) -> None:
         self._where = f"secondary tier {tier.name}"
@@ -68,11 +68,11 @@ class _Look:
         yield self
 
     def advance(self, count: int = 1) -> None:  # noqa: ARG002 - that there is one is enough
-        """See ``Progress.advance``: whatever it is that comes, the server answers."""
+        """See ``Progress.advance``: any progress shows that the server responds."""
         self._has_answered = True
 
     def note_result(self, left_s: float, wait_s: float) -> None:
-        """Note what is wrong, once the look is over, or has taken ``wait_s``."""
+        """Note the faults, once the check is over, or has taken ``wait_s``."""
         unknown = f"which namespaces {self._where.removeprefix('secondary ')} has"
         if not self._running.wait(left_s):
             if self._has_answered:

@@ -31,16 +31,16 @@ WITH_A_SEED: Final = ("xxhash", "xxhash_cbor")
 """Hashes that vLLM seeds at random, for each process, unless the variable is set."""
 
 ENDPOINT: Final = "tcp://*:5557"
-"""vLLM's, unless it is told otherwise."""
+"""vLLM's default."""
 
 TRIAL_REQUESTS: Final = 6
 TRIAL_BLOCKS_MAX: Final = 1 << 14
 TRIAL_BLOCKS: Final = 64
-"""Blocks of the prompt that is offered to an admission policy, if the longest is not known."""
+"""Blocks of a prompt offered to an admission policy, if the longest is not known."""
 
 
 def look_at_settings(subject: Subject, findings: Findings) -> None:
-    """Note what keeps a sound configuration from its use."""
+    """Note settings that make a sound configuration useless."""
     _hashes(subject, findings)
     if subject.engine.no_enable_prefix_caching:
         findings.add(
@@ -57,7 +57,7 @@ def look_at_settings(subject: Subject, findings: Findings) -> None:
 
 
 def note_if_untested(version: str, about: str, findings: Findings) -> None:
-    """Note a release of vLLM that kvtier is not tested with. ``about``: where it is, a clause."""
+    """Note a release of vLLM that kvtier is not tested with. ``about``: its place, as a clause."""
     if not is_tested(version):
         findings.add(
             VLLM_UNTESTED,
@@ -157,7 +157,7 @@ def _events(subject: Subject, findings: Findings) -> None:
 
 
 def _mapping(text: str) -> dict[str, Any]:
-    """Return what ``--kv-events-config`` holds. Raises ``ConfigError``."""
+    """Return the value of ``--kv-events-config``. Raises ``ConfigError``."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as problem:

@@ -1,4 +1,4 @@
-"""Rules of host memory: beside what is free, the GPU's own cache, and the longest prompt."""
+"""Rules of host memory, compared with free memory, the GPU's cache and the longest prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FRACTION: Final = "cascade_slots_fraction_max"
 
 
 def look_at_sizes(subject: Subject, findings: Findings, *, runs: bool) -> None:
-    """Note what is too small. ``runs``: an engine has the memory already."""
+    """Note sizes that are too small. ``runs``: an engine has the memory already."""
     if not subject.primary_bytes:
         return
     given = f"{KEY}={shown(subject.extra.get(KEY))}"
@@ -53,7 +53,7 @@ def _beside_gpu(subject: Subject, given: str, findings: Findings) -> None:
         holds, of_gpu = f"{primary_tokens:,} tokens", f"{subject.gpu_tokens:,}"
         is_smaller = primary_tokens < subject.gpu_tokens
     elif engine.kv_cache_memory_bytes is not None:
-        # Each GPU has a part of each block, but for a latent cache: there each one has all.
+        # Each GPU has a part of each block; of a latent cache, each one has the whole.
         gpu_bytes = read_bytes(engine.kv_cache_memory_bytes, "--kv-cache-memory-bytes")
         gpu_bytes *= 1 if subject.is_latent else engine.tensor_parallel_size
         holds, of_gpu = shown_bytes(subject.primary_bytes), shown_bytes(gpu_bytes)

@@ -1,4 +1,4 @@
-"""What the doctor's rules look at: a configuration that could be read, and the machine."""
+"""Defines the subject of the doctor's rules: a readable configuration, and the machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 @Parameter(name="*", group="vLLM's arguments")
 @dataclass(frozen=True, kw_only=True)
 class DoctorArguments(EngineArguments):
-    """Arguments of vLLM, by their names there."""
+    """Arguments of vLLM, by vLLM's names."""
 
     max_model_len: Annotated[int | None, Parameter(metavar="TOKENS")] = None
     """as vLLM gets it"""
@@ -83,18 +83,18 @@ def _is_below(path: str, folder: str) -> bool:
 class Subject:
     """One configuration, for an engine with these arguments, on this machine."""
 
-    extra: Mapping[str, Any]  #: what kvtier reads
+    extra: Mapping[str, Any]  #: the part that kvtier reads
     tiers: tuple[TierConfig, ...]
     engine: DoctorArguments
     machine: Machine
     block_bytes: int  #: of one block of all workers; 0: not known
     is_latent: bool = False  #: whether each GPU holds all of a block
     model_tokens: int = 0  #: of the longest prompt, by the model's config; 0: not known
-    gpu_tokens: int = 0  #: what the KV cache of a running engine's GPUs holds; 0: not known
+    gpu_tokens: int = 0  #: in the KV cache of a running engine's GPUs; 0: not known
 
     @property
     def primary_bytes(self) -> int:
-        """``cpu_bytes_to_use``; 0 if that is none."""
+        """``cpu_bytes_to_use``; 0 if it is not a size."""
         try:
             return cpu_bytes_to_use(self.extra)
         except ConfigError:

@@ -1,1 +1,1 @@
-"""What operators watch engines with: a dashboard for Grafana, and rules for Prometheus."""
+"""Monitoring for operators: a dashboard for Grafana, and rules for Prometheus."""

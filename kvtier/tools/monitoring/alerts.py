@@ -1,8 +1,8 @@
-"""Prometheus rules: alerts, each with its remedy, and records of what is slow to query.
+"""Prometheus rules: alerts, each with its remedy, and records of slow queries.
 
-None of the alerts is about a request that fails: a sick tier costs hits. ``warning`` is for what
-loses hits now, or says that storage is broken; ``info`` is for a configuration that could be
-better. Remedies of faults are those of ``kvtier status`` and ``kvtier doctor``.
+None of the alerts is about a failing request: a failing tier costs hits. ``warning`` is for hits
+that are being lost and for broken storage; ``info`` is for a configuration that could be better.
+Remedies of faults are those of ``kvtier status`` and ``kvtier doctor``.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from kvtier.tools.watching.shown import WORN_A_DAY, sentence
 Severity: TypeAlias = Literal["warning", "info"]
 
 CRASHES_MIN: Final = 3
-"""One crash is over after a second or two; so many in half an hour are no accident."""
+"""Crashes in half an hour that raise an alert: a single one is over after a second or two."""
 
 REJECTED_SHARE: Final = 0.1
-"""A tier that evicts for what comes may be full for moments, and then rejects fewer."""
+"""Share of rejected stores that raises an alert: an evicting tier may be full for moments."""
 
 SAMPLED_MIN: Final = 1_000
-"""So many sampled stores, of 16,000 blocks, before the share of those read means much."""
+"""Fewest sampled stores (of 16,000 blocks) for which the share of those read is judged."""
 
 READ_SHARE: Final = 0.02
-"""Below it, 50 blocks are written for one that is read."""
+"""Below this share, 50 blocks are written for one that is read."""
 
 ABANDONED_SHARE: Final = 0.1
-"""Of loads: a storage that is busy for a moment delays fewer."""
+"""Share of slow loads that raises an alert: storage that is briefly busy delays fewer."""
 
 DECISIONS_MIN: Final = 100
 COMPUTED_SHARE: Final = 0.5
-"""Of requests whose blocks a tier has: above it, computing is usually faster than loading them."""
+"""Share of requests, of those whose blocks a tier has, for which computing is faster."""
 
 
 class Alert(NamedTuple):
     """One alert, for each tier or engine that its query finds."""
 
     name: str
-    about: str  #: what is so, as a clause, of ``{tier}``, with ``{value}``
+    about: str  #: the fact, as a clause about ``{tier}``, with ``{value}``
     query: str
-    holds: str  #: how long the query must find it
+    holds: str  #: how long the query must match
     severity: Severity
     remedy: str
-    limit: str = ""  #: values beyond which it is found, as a person says it
+    limit: str = ""  #: the threshold, in readable form
 
     def rule(self) -> dict[str, Any]:
-        """Return the alert as Prometheus reads it."""
+        """Return the alert in Prometheus's format."""
         where = "{{ $labels.instance }}, engine {{ $labels.engine }}"
         about = self.about.format(
             tier="tier {{ $labels.tier }}", value="{{ $value | humanizePercentage }}"
@@ -67,7 +67,7 @@ class Alert(NamedTuple):
 
 
 ALERTS: Final = (
-    # Restarts are tried for ever, 10 s apart at most: after five minutes a person must look.
+    # Restarts are tried for ever, 10 s apart at most: after five minutes an operator must look.
     Alert(
         "KvtierTierDisabled",
         "{tier} is disabled: its code raised, its process ended, or it can't be opened",
@@ -76,8 +76,8 @@ ALERTS: Final = (
         "warning",
         FAULTS["crashes"].remedy,
     ),
-    # A breaker that opens for a blip closes within seconds. Half-open counts: a sick tier is in
-    # turns open and half-open.
+    # A breaker that opens for a blip closes within seconds. Half-open counts: a failing tier
+    # alternates between open and half-open.
     Alert(
         "KvtierTierBypassed",
         "{tier} fails or hangs, and is bypassed",
@@ -103,7 +103,7 @@ ALERTS: Final = (
         "warning",
         FAULTS["connections_lost"].remedy,
     ),
-    # The next five: what stops by itself within ten minutes needs nobody.
+    # The next five: faults that end by themselves within ten minutes need no operator.
     Alert(
         "KvtierStorageFull",
         "{tier} has no room for {value} of the blocks that it is to store",
@@ -158,7 +158,7 @@ ALERTS: Final = (
         "warning",
         "kill the tier's process (kvtier-TIER in ps), or restart the engine if it is a thread",
     ),
-    # One is enough: storage that returns other bytes than it was given will do so again.
+    # One is enough: storage that returns wrong bytes will do so again.
     Alert(
         "KvtierBlocksDamaged",
         "blocks of {tier} failed their check; none was served",
@@ -222,7 +222,8 @@ and increase(kvtier:tier_sampled_stores_total[1d]) > {SAMPLED_MIN}
         'make the tier larger, set "admission": "second_touch", or remove the tier',
         f"less than {100 * READ_SHARE:g} %",
     ),
-    # Of all tiers together: one whose blocks a faster tier has too is seldom hit, and no mistake.
+    # All tiers together: a tier whose blocks a faster tier has too is seldom hit, which is no
+    # fault.
     Alert(
         "KvtierNeverHits",
         "none of the blocks that were looked up in tiers was hit",
@@ -278,16 +279,16 @@ RECORDED: Final = {
     "tier:kvtier_capacity_writes:ratio1d": "Multiple of its capacity written in a day",
     "tier:kvtier_stores_read:ratio1d": "Share of stored blocks that were read, in a day",
 }
-"""Figures of "Is it helping?" that are to be kept for longer than samples: titles by name."""
+"""Figures of "Is it helping?" to keep for longer than samples: titles by name."""
 
 
 def rules() -> dict[str, Any]:
-    """Return the file of rules, as Prometheus reads it."""
+    """Return the file of rules, in Prometheus's format."""
     recorded = [{"record": name, "expr": FIGURES[title].query} for name, title in RECORDED.items()]
     return {
         "groups": [
             {"name": "kvtier", "rules": [alert.rule() for alert in ALERTS]},
-            # Each reads an hour or a day of every series: seldom enough.
+            # Each reads an hour or a day of every series, so it is evaluated rarely.
             {"name": "kvtier-records", "interval": "5m", "rules": recorded},
         ]
     }

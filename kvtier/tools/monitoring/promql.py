@@ -1,7 +1,7 @@
-"""The series that queries may name, from the definitions of the metrics; and how to narrow a query.
+"""Lists the series that queries may name, from the metrics' definitions, and narrows queries.
 
-A query is text, so that it reads as a person would type it. What keeps it from naming a metric or
-a label that is gone is ``unknown_in``, which the makers of the dashboard and of the rules call.
+A query is text, so that it reads like one that a person types. ``unknown_in``, which the makers of
+the dashboard and of the rules call, finds metrics and labels that no longer exist.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OF_VLLM: Final[Mapping[str, frozenset[str]]] = {
     "vllm:prompt_tokens_total": frozenset(),
     "vllm:request_success_total": frozenset({"finished_reason"}),
 }
-"""Series of vLLM's that queries name: labels by name. An engine that runs has them."""
+"""vLLM's series that queries name: labels by name. A running engine has them."""
 
 _SUFFIXES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "counter": {"_total": ()},
@@ -63,7 +63,7 @@ def series_in(query: str) -> set[str]:
 
 
 def unknown_in(query: str) -> set[str]:
-    """Return what a query names that no engine has: series, and labels that none of them has."""
+    """Return the series and labels of a query that no engine has."""
     unknown = {name for name in series_in(query) if name not in SERIES}
     there = set(ALL_HAVE)
     for name, matchers in _SELECTOR.findall(query):
@@ -81,7 +81,7 @@ def unknown_in(query: str) -> set[str]:
 
 
 def narrowed(query: str, matchers: Mapping[str, str]) -> str:
-    """Return a query of those series only that match. ``matchers``: by label, ``=~"$tier"``.
+    """Return a query of only the matching series. ``matchers``: by label, ``=~"$tier"``.
 
     A matcher is added to each series that has the label, unless the query has one for it.
     """

@@ -1,7 +1,7 @@
 """The questions of the page "Is it helping?", each with its queries: one definition for all.
 
 The dashboard draws them; ``docs/write_is_it_helping.py`` writes them, and their answers, into the
-page. They cover an hour, or a day of what is slow to show; all engines are added up.
+page. They cover an hour, or a day for slow effects; all engines are added up.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 Kind: TypeAlias = Literal["lines", "stack", "states", "connections", "table"]
-"""How a figure is drawn: lines, shares of a whole, states over time, or labels as they are."""
+"""How a figure is drawn: lines, shares of a whole, states over time, or plain labels."""
 
 
 class Figure(NamedTuple):

@@ -1,4 +1,4 @@
-"""The dashboard's rows: what is wrong, a row for each question, and one that repeats for each tier.
+"""The dashboard's rows: faults, a row for each question, and one that repeats for each tier.
 
 ``docs/write_monitoring.py`` makes Grafana's JSON of them, ``dashboard.json``.
 """
@@ -24,13 +24,13 @@ STATE_NAMES: Final[Mapping[str, Mapping[int, str]]] = {
     "states": {state.value: state.name.lower().replace("_", "-") for state in BreakerState},
     "connections": {state.value: state.name.lower() for state in Connection},
 }
-"""What the values of figures of these kinds mean, in words."""
+"""Words for the values of figures of these kinds."""
 
 LARGER: Final = 3
-"""More panels than this in a row stand in two lines."""
+"""The most panels of a row in one line; more are in two lines."""
 
 WINDOW: Final = "$window"
-"""The variable that takes the place of the page's hour."""
+"""The variable that replaces the page's hour."""
 
 
 class Row(NamedTuple):
@@ -115,18 +115,18 @@ def _of_one_tier(figure: Figure) -> Figure:
 
 
 def lines_of(count: int) -> list[int]:
-    """Return how many of a row's panels stand in each of its lines."""
+    """Return the number of a row's panels in each of its lines."""
     return [count] if count <= LARGER else [(count + 1) // 2, count // 2]
 
 
 def filled_in(query: str, tier: str, window: str) -> str:
-    """Return a query of the dashboard's as Grafana sends it, with all models and instances."""
+    """Return a query of the dashboard as Grafana sends it, with all models and instances."""
     values = {"model": ".*", "instance": ".*", "tier": tier, "window": window}
     return re.sub(r"\$(model|instance|tier|window)\b", lambda found: values[found[1]], query)
 
 
 def legend(query: str) -> str:
-    """Return the name of a series as Grafana is to show it: by the labels it is grouped by."""
+    """Return the name under which Grafana shows a series: the labels it is grouped by."""
     grouped = re.search(r"\bby \(([^)]*)\)", query)
     labels = [label.strip() for label in grouped[1].split(",")] if grouped else []
     made = re.findall(r'label_replace\(.*?, "(\w+)", "[^$"]*", "", ""\)', query)

@@ -1,9 +1,8 @@
 """The keys of a trace's blocks, and the bytes that belong to a key.
 
-A block is a ramp of 64-bit words that starts at a hash of its key. So every
-word of every block is known without being kept, no two words of a block are
-equal, and a block that is shifted, torn, or mixed with another block or an
-older one differs from what it should be.
+A block is a ramp of 64-bit words that starts at a hash of its key. So every word of every block can
+be computed, no two words of a block are equal, and a block that is shifted, torn, or mixed with
+another block or an older one is detected.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 WORD_BYTES: Final = 8
 _WORD_VALUES: Final = 1 << 64
 _STRIDE: Final = 0x9E3779B97F4A7C15
-"""From one word to the next. Odd, so that words repeat only after 2**64 of them."""
+"""Difference of consecutive words. Odd, so that words repeat only after 2**64 of them."""
 
 _KV_CACHE_GROUP: Final = bytes(GROUP_BYTES)
 
@@ -38,9 +37,9 @@ def key_of(block: int) -> bytes:
 
 
 class WrongWord(NamedTuple):
-    """The first word of a block that is not what its key says."""
+    """The first word of a block that does not belong to its key."""
 
-    block: int  #: which of the blocks that were checked
+    block: int  #: its place among the checked blocks
     offset_bytes: int
     expected: int
     found: int
@@ -63,7 +62,7 @@ class BlockContent:
         np.add(self._ramp, np.uint64(xxhash.xxh3_64_intdigest(key)), out=row)
 
     def check(self, rows: Words, keys: Sequence[bytes]) -> list[WrongWord]:
-        """Compare the rows with what belongs to ``keys``; the rows' contents are lost.
+        """Compare the rows with the bytes of ``keys``; the rows' contents are lost.
 
         Rows may be shorter than a block: then only its first words are checked.
         """

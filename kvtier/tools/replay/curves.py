@@ -1,15 +1,14 @@
 """Replays a trace through eviction policies alone: hit ratio against capacity.
 
-There is one cache of ``capacity`` blocks and no time to wait for anything. A
-request hits the longest run of resident blocks from its start; then all its
+There is one cache of ``capacity`` blocks, and no operation takes time. A request hits the longest
+run of resident blocks from its start; then all its
 blocks are resident, from the head on as far as they fit. The policies are the
 ones that the runtime uses, called in the order in which the runtime calls them.
 
-``MIN`` is the best that any policy can do, knowing the future: after each
+``MIN`` is the best possible policy, which knows the future: after each
 request it keeps the blocks whose next use is nearest, deeper ones going first
-among equals. It may leave out a block of the request at hand (a bypass). A
-block's next use is never later than that of a block behind it, so what it
-keeps is always whole prefixes.
+among equals. It may leave out a block of the request at hand (a bypass). A block's next use is
+never later than that of a block behind it, so it always keeps whole prefixes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from kvtier.tools.replay.traces import Trace
 
 REPORT: Final = "kvtier replay --policies"
-"""What the JSON report of a comparison says that it is."""
+"""Type of the JSON report of a comparison, in the report."""
 
 MIN: Final = "MIN"
 ALL: Final = "all"
@@ -42,16 +41,16 @@ _GROUP: Final = bytes(GROUP_BYTES)
 
 
 class CurvePoint(NamedTuple):
-    """What one policy did with one capacity."""
+    """Result of one policy at one capacity."""
 
     capacity_blocks: int
     hits: int  #: blocks
     hit_ratio: float  #: of the referenced blocks
-    seconds: float  #: of CPU time that the replay took
+    seconds: float  #: CPU time of the replay
 
 
 class Workload:
-    """A trace, made ready for many replays."""
+    """A trace, prepared for many replays."""
 
     def __init__(self, trace: Trace) -> None:
         if not trace.references:
@@ -205,7 +204,7 @@ def _replay_min(workload: Workload, capacity: int, on_request: Callable[[], None
     """
     hits = 0
     next_of: dict[Key, int] = {}  # of the resident blocks
-    furthest: list[tuple[int, int, Key]] = []  # a heap; may hold what is not true any more
+    furthest: list[tuple[int, int, Key]] = []  # a heap; may hold outdated entries
     for (_, keys), next_uses in zip(workload.requests, workload.next_uses(), strict=True):
         for depth, (key, next_use) in enumerate(zip(keys, next_uses, strict=True)):
             if next_of.pop(key, None) is not None:

@@ -1,10 +1,9 @@
-"""The engine that a replay stands in for: stated speeds instead of a model.
+"""The engine that a replay simulates: stated speeds instead of a model.
 
-One prompt is computed at a time, at so many tokens per second; the outputs of
-all requests in flight are computed beside it, each at its own pace. A request
+One prompt is computed at a time, at a stated speed; the outputs of all requests in flight are
+computed beside it, each at its own speed. A request
 enters when fewer than ``requests_in_flight_max`` are in flight, first come,
-first served. The engine keeps nothing of earlier prompts: what is not in the
-primary tier or behind it is computed again.
+first served. The engine keeps no earlier prompts: blocks that no tier has are recomputed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineModel:
-    """The stated speeds, and ``speed``: how many times faster than stated all of it is played."""
+    """The stated speeds, and ``speed``: the factor by which all of it is played faster."""
 
     prefill_tokens_per_s: float = 100_000.0
     decode_tokens_per_s: float = 50.0  #: of each request
@@ -31,7 +30,7 @@ class EngineModel:
     speed: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what is not above 0."""
+        """Refuse values that are not above 0."""
         for name, value in vars(self).items():
             if not value > 0:
                 raise ConfigError(f"{name}={value!r} must be above 0.")
@@ -45,7 +44,7 @@ class EngineModel:
         return event.time_s / self.speed
 
     def prefill_s(self, tokens: int) -> float:
-        """How long computing so many prompt tokens takes; one is always computed."""
+        """Time to compute a number of prompt tokens; one is always computed."""
         return max(1, tokens) / self.prefill_tokens_per_s / self.speed
 
     def end_s(self, request: TraceRequest, first_token_s: float) -> float:

@@ -1,8 +1,7 @@
 """The folders that a replay's tiers write to: claimed before, removed after.
 
-Only what the run itself put there is removed: a folder that it made, or the
-contents of one that was empty. Where something was in it already, the run is
-refused, unless everything is to be kept anyway.
+Only the run's own files are removed: a folder that it made, or the contents of one that was empty.
+If a folder has contents already, the run is refused, unless everything is to be kept anyway.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ REMOVAL_THREADS: Final = 4
 
 
 class Folders:
-    """The folders of one run. ``keep``: remove nothing, and take folders that are not empty."""
+    """The folders of one run. ``keep``: remove nothing, and accept folders that are not empty."""
 
     def __init__(self, *, keep: bool) -> None:
         self._keep = keep
@@ -36,7 +35,7 @@ class Folders:
     def claim(self, key: str, name: str) -> None:
         """Make the folder ``name``, or check that it may be used. Raises ``ConfigError``.
 
-        ``key`` is what the tier calls it.
+        ``key`` is the tier's name for it.
         """
         path = Path(name).absolute()
         try:
@@ -58,7 +57,7 @@ class Folders:
             ) from error
 
     def to_remove(self) -> list[Path]:
-        """Return what the run left, in pieces that may be removed in any order."""
+        """Return the run's files, in pieces that may be removed in any order."""
         if self._keep:
             return []
         left = self._left()
@@ -67,9 +66,9 @@ class Folders:
         return left
 
     def remove(self, pieces: Sequence[Path], on_progress: Callable[[int], None]) -> list[str]:
-        """Remove the pieces, then what they lay in; return what could not be removed.
+        """Remove the pieces, then their folders; return those that could not be removed.
 
-        Several threads: removing is mostly waiting for the disk.
+        It uses several threads, because removing mostly waits for the disk.
         """
         if self._keep:
             return []
@@ -85,7 +84,7 @@ class Folders:
         return self._made + [child for path in self._were_empty for child in path.iterdir()]
 
     def _make(self, path: Path) -> None:
-        """Make a folder and its missing parents, and note the uppermost: it is what goes."""
+        """Make a folder and its missing parents, and note the uppermost, which will be removed."""
         missing = [path, *(parent for parent in path.parents if not parent.exists())]
         for each in reversed(missing):
             each.mkdir(PRIVATE_MODE)

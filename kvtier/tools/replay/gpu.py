@@ -1,8 +1,8 @@
-"""A stand-in for the GPU: fills slots with the right bytes, and reads and checks them.
+"""Simulates the GPU: fills slots with the right bytes, and reads and checks them.
 
 A store writes each block's bytes into its slot. A load copies slots into a
-scratch buffer, as the GPU would, and compares the copy with what belongs to
-the key, so a slot that is written while it is read shows too.
+scratch buffer, as the GPU would, and compares the copy with the bytes of the key, so a slot that is
+written while it is read is detected too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 HEAD_BYTES: Final = 4096
-"""What ``Verify.HEAD`` compares of each block."""
+"""Bytes of each block that ``Verify.HEAD`` compares."""
 
 SCRATCH_BYTES: Final = 1 << 20
-"""How much is copied and checked at once: it fits into a processor's cache."""
+"""Bytes copied and checked at once: they fit into a processor's cache."""
 
 
 class Verify(Enum):
-    """How much of each loaded block is compared."""
+    """The part of each loaded block that is compared."""
 
     FULL = "full"
     HEAD = "head"
@@ -34,7 +34,7 @@ class Verify(Enum):
 
 
 class WrongBlock(NamedTuple):
-    """Where a loaded block was not what its key says."""
+    """The place at which a loaded block has other bytes than those of its key."""
 
     key: bytes
     slot: int
@@ -44,7 +44,7 @@ class WrongBlock(NamedTuple):
 
 
 class StandInGpu:
-    """Owns the slots' memory, and everything that an engine's GPU would do with it."""
+    """Owns the slots' memory, and does the work of an engine's GPU on it."""
 
     def __init__(self, slot_count: int, block_bytes: int, verify: Verify) -> None:
         self._content = BlockContent(block_bytes)

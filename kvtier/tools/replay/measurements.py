@@ -1,4 +1,4 @@
-"""What a replay measures: durations by kind, and what happened in each stretch of time."""
+"""Measurements of a replay: durations by kind, and events in each interval of time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PERCENTS: Final = (50, 90, 99)
 
 MISREADS_KEPT_MAX: Final = 20
-"""Wrong blocks are all counted, and so many of them are described."""
+"""The most wrong blocks that are described; all are counted."""
 
 
 class Durations:
@@ -27,13 +27,13 @@ class Durations:
         self.seconds = array("d", seconds)
 
     def add(self, seconds: float) -> None:
-        """Note one."""
+        """Add a duration."""
         self.seconds.append(seconds)
 
     def summary(self) -> dict[str, float | None]:
         """Return count, mean, percentiles and maximum; None where there is nothing.
 
-        A percentile is the smallest value that at least so many percent do not exceed.
+        A percentile is the smallest value that at least the given percentage does not exceed.
         """
         values = np.frombuffer(self.seconds) if self.seconds else np.empty(0)
         summary: dict[str, float | None] = {"count": len(values)}
@@ -47,7 +47,7 @@ class Durations:
 
 
 class Misread(NamedTuple):
-    """One wrong block, and who was to read it."""
+    """One wrong block, and the request that was to read it."""
 
     request: str
     source: str  #: the primary tier, or the tier that the block was promoted from
@@ -55,7 +55,7 @@ class Misread(NamedTuple):
 
 
 class Interval:
-    """One stretch of time. Requests count where they got their first token."""
+    """One interval of time. Requests count in that of their first token."""
 
     def __init__(self, sources: int) -> None:
         self.requests = 0
@@ -66,7 +66,7 @@ class Interval:
 
 
 class TierMeasured:
-    """What was measured of one secondary tier."""
+    """Measurements of one secondary tier."""
 
     def __init__(self) -> None:
         self.probe = Durations()  # one a probe
@@ -78,7 +78,7 @@ class TierMeasured:
 
 
 class ReplayMeasured:
-    """What one run measured. ``sources``: the primary tier, then the secondary ones."""
+    """Measurements of one run. ``sources``: the primary tier, then the secondary ones."""
 
     def __init__(self, sources: Sequence[str], interval_s: float, statistics: Statistics) -> None:
         self.sources = tuple(sources)
@@ -98,19 +98,19 @@ class ReplayMeasured:
         self.first_token = Durations()  # since arrival
         # Of all:
         self.entering = Durations()  # from arrival until the first lookup
-        self.waiting = Durations()  # from the first lookup until every answer is known
+        self.waiting = Durations()  # from the first lookup until every result is known
         self.lookup = Durations()  # of one key: a sample that the facade takes
         self.operations = defaultdict[str, Durations](Durations)  # the other calls: time per key
         self.scheduler_s = 0.0  # inside all calls
         self.scheduler = Durations()  # of each request: inside its own calls
         self.gpu_s = 0.0
         self.steps = 0
-        self.stores_refused = 0  # stores that found no room, and were tried again
+        self.stores_refused = 0  # stores that found no room, and were retried
         self.wrong_blocks = 0
         self.misreads: list[Misread] = []
 
     def interval_at(self, now: float) -> Interval:
-        """Return the stretch that ``now`` is in."""
+        """Return the interval that ``now`` is in."""
         number = int(now / self.interval_s)
         interval = self.intervals.get(number)
         if interval is None:
@@ -118,13 +118,13 @@ class ReplayMeasured:
         return interval
 
     def note_hit(self, interval: Interval, source: int, tokens: int) -> None:
-        """Note that a block, with so many of the prompt's tokens, was found there."""
+        """Note that a block, with a number of the prompt's tokens, was found there."""
         self.hit_blocks[source] += 1
         self.hit_tokens[source] += tokens
         interval.hit_blocks[source] += 1
 
     def note_statistics(self, now: float, statistics: Statistics, resident: list[int]) -> None:
-        """Note the runtime's statistics, and how many blocks each source has."""
+        """Note the runtime's statistics, and the number of blocks of each source."""
         self.statistics = statistics
         self.interval_at(now).resident_blocks = resident  # the last of an interval stays
 

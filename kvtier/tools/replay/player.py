@@ -1,19 +1,18 @@
 """Plays a trace through a real runtime, as an engine's scheduler would drive it.
 
-Each step: what the GPU did since the last one is reported, arrivals enter,
-requests that wait for tiers look their prefix up again, prompts that have been
-computed are stored, and the step ends. Then the GPU copies what the step
-decided. Between steps the clock (``kvtier/tools/replay/clock.py``) passes the time.
+In each step the GPU's work since the last one is reported, arrivals enter, requests that wait for
+tiers look their prefix up again, computed prompts are stored, and the step ends. Then the GPU
+copies the blocks that the step decided on. Between steps the clock
+(``kvtier/tools/replay/clock.py``) passes the time.
 
-A request's way: it arrives; enters when there is room among the requests in
-flight; looks up its blocks until none of the answers is None; loads its hits;
-gets slots for the rest of its prompt, which is computed in stated time; gets its
-first token; has what was computed copied there; and ends when its output has been
-computed, which is reported behind the stores of the step that follows. That is the order of
+A request arrives; enters when there is room among the requests in flight; looks up its blocks until
+no result is None; loads its hits; gets slots for the rest of its prompt, which is computed in
+stated time; gets its first token; has the computed blocks copied to the slots; and ends when its
+output has been computed, which is reported after the stores of the next step. This is the order of
 vLLM's calls: eviction policies depend on it.
 
-Of a record, the prefix cache of the engine's GPU, failures of tiers, and resets are repeated: no
-cache here could show them. Hits are never taken from a record.
+For a record, the hits of the GPU's prefix cache, failures of tiers, and resets are repeated,
+because the replay's own caches cannot reproduce them. Other hits are never taken from a record.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ if TYPE_CHECKING:
     from kvtier.tools.replay.traces import Trace, TraceRequest
 
 INTERVALS: Final = 120
-"""Stretches that the trace's time is cut into, for what is shown over time."""
+"""Intervals that the trace's time is cut into, for figures over time."""
 
 OBSERVE_STEPS: Final = 256
-"""After so many steps the runtime's observations are taken: it keeps a limited number."""
+"""Steps after which the runtime's observations are polled: it keeps a limited number."""
 
 T = TypeVar("T")
 
@@ -90,17 +89,17 @@ class _Request:
 
     @property
     def found(self) -> list[Key]:
-        """The blocks that are loaded: behind those of the engine's own prefix cache."""
+        """The blocks to load: behind those of the engine's own prefix cache."""
         return self.keys[self.gpu_blocks : self.gpu_blocks + self.hits]
 
     @property
     def offered(self) -> list[Key]:
-        """The blocks that are offered for storing. If none is loaded, vLLM offers the GPU's too."""
+        """The blocks to offer for storing. If none is loaded, vLLM offers the GPU's too."""
         return self.keys[self.gpu_blocks + self.hits :] if self.hits else self.keys
 
 
 class _Copy(NamedTuple):
-    """What the GPU copies for one request between two steps."""
+    """The GPU's copies for one request between two steps."""
 
     request: _Request
     keys: Sequence[Key]
@@ -110,7 +109,7 @@ class _Copy(NamedTuple):
 
 
 class _Due(NamedTuple):
-    """Something that happens to a request when its time has come."""
+    """An event of a request at a given time."""
 
     at: float
     number: int  #: breaks ties
@@ -146,8 +145,8 @@ class Player:
         self._in_flight = 0
         self._recorded_ends: dict[str, float] = {}  # of those in flight
         self._looking: list[_Request] = []
-        self._looked_in_vain = False  # since no tier works
-        self._storing: list[_Request] = []  # computed, and not given room for it yet
+        self._looked_in_vain = False  # since the tiers became idle
+        self._storing: list[_Request] = []  # computed, but without slots yet
         self._due: list[_Due] = []
         self._due_number = count()
         self._scheduled: list[str] = []  # in this step
@@ -162,7 +161,8 @@ class Player:
     def run(self, should_stop: Callable[[], bool], on_progress: Callable[[int], None]) -> bool:
         """Play; True if the trace was played to its end, False if it was stopped.
 
-        ``on_progress`` is called with how many more requests have had their first token.
+        ``on_progress`` is called with the number of further requests that have had their first
+        token.
         """
         while self._is_unfinished() and not should_stop():
             before = self.measured.requests
@@ -173,7 +173,7 @@ class Player:
         while played and self._facade.has_pending_work() and not should_stop():
             self._end_step()
             self._clock.pass_time(None, tiers_work=True)
-        self._end_step()  # the last answer may have come when it was asked whether there is work
+        self._end_step()  # the last result may have arrived during the check for work
         self._observe()
         return played
 
@@ -211,7 +211,7 @@ class Player:
         if self._looking and not tiers_work and not self._looked_in_vain:
             self._looked_in_vain = True
             return  # the answers are there
-        self._looked_in_vain = False  # or the GPU computes what is looked for
+        self._looked_in_vain = False  # or the GPU computes the missing blocks
         until = self._due[0].at if self._due else None
         if self._may_enter():
             arrival = self._model.arrival_s(self._to_come[0])
@@ -221,7 +221,7 @@ class Player:
         self._clock.pass_time(until, tiers_work=tiers_work)
 
     def _repeat_events(self) -> None:
-        """Let happen to the runtime what happened to the recorded engine."""
+        """Repeat the recorded engine's events on the runtime."""
         now = self._clock.now()
         while self._events and self._model.event_s(self._events[0]) <= now:
             event = self._events.popleft()
@@ -233,7 +233,7 @@ class Player:
                 is_down, stores = event.kind == "tier_down", event.work == "stores"
                 self._facade.bypass(tier, stores=stores, is_bypassed=is_down)
 
-    # --- a request's way ---
+    # --- the life of a request ---
 
     def _enter(self) -> None:
         now = self._clock.now()
@@ -252,7 +252,7 @@ class Player:
             self._call(request, "start request", 1, self._facade.on_request_started, request.name)
 
     def _may_enter(self) -> bool:
-        """Return whether there is a request to come, and room for it.
+        """Return whether another request can enter: one has arrived, and there is room for it.
 
         A recorded one waits for those that had ended when it arrived: its client may have done so.
         """
@@ -284,12 +284,12 @@ class Player:
         self._copies.append(_Copy(request, keys, slots, is_load=True, epoch=facade.epoch))
 
     def _sources_of(self, request: _Request) -> list[int]:
-        """Return where each hit came from, as vLLM asks for its metrics."""
+        """Return the source of each hit, as vLLM does for its metrics."""
         sources = self._facade.load_sources(request.name)
         return [sources.get(key, PRIMARY) for key in request.found]
 
     def _compute(self, request: _Request) -> None:
-        """Have the GPU compute what is missing of the prompt, when it gets to it."""
+        """Let the GPU compute the missing part of the prompt, in its turn."""
         start = max(self._clock.now(), self._computed_until)
         self._computed_until = start + self._model.prefill_s(self._missing_tokens(request))
         request.computed_at = self._computed_until
@@ -297,13 +297,13 @@ class Player:
         self._happens(request.computed_at, self._first_token, request)
 
     def _begin(self, request: _Request, _: float) -> None:
-        """Begin to compute. As in vLLM, what is computed gets its room in the same step."""
+        """Begin to compute. As in vLLM, computed blocks get their slots in the same step."""
         self._scheduled.append(request.name)
         if request.offered:
             self._store(request)
 
     def _missing_tokens(self, request: _Request) -> int:
-        """Return how many prompt tokens are computed: one even where all were hit."""
+        """Return the number of prompt tokens to compute: one even if all were hit."""
         found = request.gpu_blocks + request.hits
         had = max(request.from_trace.gpu_tokens, found * self._block_tokens)
         return max(1, request.from_trace.input_tokens - had)
@@ -324,7 +324,7 @@ class Player:
             self._happens(request.computed_at, self._copy_out, request)
 
     def _copy_out(self, request: _Request, _: float) -> None:
-        """Have the GPU copy what it has computed to the slots that were granted."""
+        """Let the GPU copy the computed blocks to the granted slots."""
         keys, slots, epoch = request.grant.keys, request.grant.slots, request.grant.epoch
         self._copies.append(_Copy(request, keys, slots, is_load=False, epoch=epoch))
 
@@ -334,7 +334,7 @@ class Player:
         self._recorded_ends.pop(request.name, None)
 
     def _report_ended(self) -> None:
-        """Report the requests that had ended before this step: behind its stores, as in vLLM."""
+        """Report the requests that ended before this step: after its stores, as in vLLM."""
         reported, self._ended_before, self._ended = self._ended_before, self._ended, []
         finish = self._facade.on_request_finished
         for request in reported:
@@ -349,7 +349,7 @@ class Player:
         heapq.heappush(self._due, _Due(at, next(self._due_number), happen, request))
 
     def _count(self, request: _Request, at: float) -> None:
-        """Count the request where its first token came."""
+        """Count the request at its first token."""
         measured = self.measured
         seconds = at - self._model.arrival_s(request.from_trace)
         interval = measured.interval_at(at)
@@ -373,7 +373,7 @@ class Player:
     # --- the GPU ---
 
     def _copy(self) -> None:
-        """Do what the GPU does between two steps: write and read slots."""
+        """Do the GPU's work between two steps: write and read slots."""
         started = time.perf_counter()
         for copy in self._copies:
             if not copy.is_load:
@@ -386,7 +386,7 @@ class Player:
         self.measured.gpu_s += time.perf_counter() - started
 
     def _report_copies(self) -> None:
-        """Tell the runtime what has been copied."""
+        """Report the copies to the runtime."""
         copies, self._copies = self._copies, []
         facade = self._facade
         for request, keys, _, is_load, epoch in copies:
@@ -411,7 +411,7 @@ class Player:
         function: Callable[..., T],
         *arguments: Any,  # noqa: ANN401 - what the facade's method takes
     ) -> T:
-        """Call the facade, and note how long it took."""
+        """Call the facade, and note the duration."""
         started = time.perf_counter()
         answer = function(*arguments)
         seconds = time.perf_counter() - started
@@ -435,7 +435,7 @@ class Player:
         self._look_at(self._facade.statistics())
 
     def _follow(self, events: Sequence[Event]) -> None:
-        """Keep track of what the secondary tiers hold."""
+        """Track the contents of the secondary tiers."""
         now = self._clock.now()
         for kind, keys, tier in events:
             if tier == PRIMARY:
@@ -455,7 +455,7 @@ class Player:
                 resident.clear()
 
     def _look_at(self, statistics: Statistics) -> None:
-        """Note how full and how busy the tiers are."""
+        """Note the fill level and the work of the tiers."""
         real_s = self._clock.real_s()
         passed_s = real_s - self._looked_at_s
         tiers_before = self.measured.statistics.tiers

@@ -1,7 +1,7 @@
-"""What a replay reports: one mapping, for the JSON file and the tables made of it.
+"""Builds the report of a replay: one mapping, for the JSON file and the tables made from it.
 
-``docs/reference/replay-report.md`` describes its keys. A ``version`` may gain
-keys; a key that goes or changes raises it.
+``docs/reference/replay-report.md`` describes its keys. A ``version`` may gain keys; removing or
+changing a key raises it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TROUBLE: Final = {
 
 
 def build_report(replayed: Replayed, trace: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that was measured, as JSON values. ``trace`` describes the trace."""
+    """Return all measurements as JSON values. ``trace`` describes the trace."""
     measured = replayed.measured
     block_bytes = replayed.settings.runtime.block_bytes
     secondaries = _secondaries(replayed)
@@ -99,7 +99,7 @@ def build_report(replayed: Replayed, trace: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _recorded(replayed: Replayed) -> dict[str, Any] | None:
-    """Return what the recorded engine found of the same requests, if all were played."""
+    """Return the recorded engine's hits for the same requests, if all were played."""
     recorded = replayed.trace.recorded
     if recorded is None or not replayed.played:
         return None
@@ -112,7 +112,7 @@ def _recorded(replayed: Replayed) -> dict[str, Any] | None:
 
 
 def problems_in(report: Mapping[str, Any]) -> list[str]:
-    """Return why the run has failed, in words; an empty list if all is as promised."""
+    """Return the reasons why the run failed, in words; empty if it did not."""
     found = [
         f"{tier['name']} was not replayed: it neither stored nor loaded a block"
         for tier in report["tiers"][1:]
@@ -190,7 +190,7 @@ def _secondary(statistics: TierStatistics, tier: TierMeasured) -> dict[str, Any]
 
 
 def _trouble(tier: TierStatistics) -> list[str]:
-    """Return in words why a tier's figures are not those of a healthy one, if they are not."""
+    """Return the reasons, in words, why a tier's figures are not those of a healthy one."""
     found = [] if tier.is_open else ["it did not open"]
     if tier.connection == Connection.CONNECTING.name:
         found.append("its server was not reached")

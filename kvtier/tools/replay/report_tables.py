@@ -1,4 +1,4 @@
-"""A replay's report as tables: each a title, columns and rows, made of the JSON mapping."""
+"""A replay's report as tables: each with title, columns and rows, made from the JSON mapping."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIER_FAULTS: Final = (
     "probes_timed_out",
     "breaker_opened",
 )
-"""Counters of a secondary tier that are shown where they are not 0."""
+"""Counters of a secondary tier that are shown if they are not 0."""
 
 
 ALL_HITS: Final = "all hits"
@@ -32,7 +32,7 @@ COMPUTED: Final = "computed"
 
 
 class Table(NamedTuple):
-    """What ``kvtier.tools.terminal.table`` takes."""
+    """Arguments of ``kvtier.tools.terminal.table``."""
 
     title: str
     columns: Sequence[str]
@@ -40,7 +40,7 @@ class Table(NamedTuple):
 
 
 def tables(report: Mapping[str, Any]) -> list[Table]:
-    """Return what a person wants to read of a report, in order."""
+    """Return the tables of a report for readers, in order."""
     return [_hits(report), _moves(report), _operations(report), _first_token(report), _sum(report)]
 
 

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 CONNECT_WAIT_S_MIN: Final = 10.0
-"""A replay has the time that an engine's start lacks: each tier's ``startup_connect_timeout_s`` is
-this, or more. Without its server a tier's figures say nothing of the tier."""
+"""Shortest ``startup_connect_timeout_s`` of each tier: unlike an engine's start, a replay can wait,
+and figures of a tier without its server mean nothing."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay came to."""
+    """Result of a replay."""
 
     trace: Trace
     settings: ReplaySettings
@@ -55,7 +55,7 @@ class Replayed:
 def replay(
     trace: Trace, settings: ReplaySettings, *, should_stop: Callable[[], bool] = lambda: False
 ) -> Replayed:
-    """Play the trace, and show how far it has come. Raises ``ConfigError`` before a tier starts.
+    """Play the trace, and show the progress. Raises ``ConfigError`` before a tier starts.
 
     The folders of tiers are removed even if this raises.
     """
@@ -86,7 +86,7 @@ def namespace_of(trace: Trace) -> Namespace:
 
 def _play(trace: Trace, settings: ReplaySettings, should_stop: Callable[[], bool]) -> Replayed:
     config = settings.runtime
-    # Events tell what each tier holds, and when a cascade has ended.
+    # Events show the contents of each tier, and the ends of cascades.
     watched = tuple(
         replace(
             tier,

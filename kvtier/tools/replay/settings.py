@@ -25,17 +25,17 @@ SHORT_TIERS: Final = {
     "disk": ("path", "capacity_bytes"),
     "memory": ("capacity_bytes",),
 }
-"""What a short tier gives behind its type, each after a colon."""
+"""The keys that the short form of a tier has behind its type, each after a colon."""
 
 FOLDER_KEYS: Final = {"fs": "root_dir", "disk": "path"}
-"""What names the folder of a tier that keeps its blocks in one."""
+"""The key that names a tier's folder, by type."""
 
 _SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """Everything that a replay needs besides its trace."""
+    """All settings of a replay, besides its trace."""
 
     runtime: RuntimeConfig
     model: EngineModel
@@ -59,7 +59,7 @@ def read_slots(text: str, *, block_bytes: int, distinct_blocks: int) -> int:
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """Return ``kv_connector_extra_config`` from a JSON file, which may hold what is around it."""
+    """Return ``kv_connector_extra_config`` from a JSON file, which may have keys around it."""
     try:
         values = json.loads(Path(path).read_bytes())
     except OSError as error:
@@ -110,7 +110,7 @@ def read_runtime(
     block_bytes: int,
     distinct_blocks: int,
 ) -> RuntimeConfig:
-    """Return the runtime's configuration; what is given besides ``values`` takes its place."""
+    """Return the runtime's configuration; other given arguments override ``values``."""
     if dram is None:
         if values.get("cpu_bytes_to_use") is None:
             raise ConfigError("the primary tier has no size. Pass --dram, such as 2GiB or 5%.")

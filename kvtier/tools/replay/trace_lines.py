@@ -1,7 +1,7 @@
 """Reads the lines of a trace of requests, one after the other, in bounded memory.
 
-Nothing in them is trusted: every number has a bound, and a line costs bounded memory whatever is
-in it. A bad line is named by its number, and reading stops, or goes on and counts, as asked.
+Their contents are not trusted: every number has a bound, and any line costs bounded memory. At a
+bad line, reading stops with its number, or continues and counts it, as requested.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ GZIP_MAGIC: Final = b"\x1f\x8b"
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 _DAMAGED: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstd_frames.DamagedZstd)
-"""What reading a compressed file may raise; EOFError: it is truncated."""
+"""Exceptions of reading a compressed file; EOFError: it is truncated."""
 
 
 class TraceError(Misuse, ValueError):
-    """Raised when a trace cannot be read. The text names file, line and what is wrong."""
+    """Raised when a trace cannot be read. The text names file, line and fault."""
 
 
 _Timestamp = Annotated[float, msgspec.Meta(ge=0, le=TIMESTAMP_MAX)]
@@ -84,7 +84,7 @@ class RecordedRow(_Plain, kw_only=True):
 
 
 class RecordEvent(msgspec.Struct):
-    """Something else that a record has."""
+    """Another line of a record: a header or an event."""
 
     event: EventKind
     time_s: _Timestamp
@@ -131,15 +131,15 @@ _KEYS_DECODER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class _BadLine(Exception):
-    """What is wrong with one line."""
+    """Fault of one line."""
 
 
 class _Unreadable(_BadLine):
-    """Nothing can be read after this line."""
+    """Fault after which nothing can be read."""
 
 
 class TraceFile:
-    """An open trace: as it is, or compressed, which its content tells. Raises ``TraceError``."""
+    """An open trace, plain or compressed, as its content shows. Raises ``TraceError``."""
 
     def __init__(self, file: io.BufferedReader) -> None:
         self._file = file
@@ -152,19 +152,19 @@ class TraceFile:
             self._stream, self._kind = io.BufferedReader(_zstd(file)), "zstd"
 
     def progress(self) -> tuple[int, int]:
-        """Return how many bytes of the file have been read, and how many it has: 0 for a pipe."""
+        """Return the bytes of the file that have been read, and its length: 0 for a pipe."""
         return self._file.raw.tell() if self._size else 0, self._size
 
     def is_record(self) -> bool:
-        """Return whether it begins as a record does. Nothing is taken from it."""
+        """Return whether it begins like a record, without consuming anything."""
         try:
             start = self._stream.peek(len(BYTE_ORDER_MARK + HEADER_START))
         except _DAMAGED:
-            return True  # only a trace is compressed; it will say what is wrong
+            return True  # only a trace is compressed; reading it reports the fault
         return start.removeprefix(BYTE_ORDER_MARK).startswith(HEADER_START)
 
     def read_all_untrusted(self, bytes_max: int) -> bytes:
-        """Return all that the file holds; for what is no trace. Raises ``TraceError``."""
+        """Return the whole file, which is not a trace. Raises ``TraceError``."""
         try:
             text = self._stream.read(bytes_max + 1)
         except _DAMAGED as error:
@@ -174,7 +174,7 @@ class TraceFile:
         return text.removeprefix(BYTE_ORDER_MARK)
 
     def lines_untrusted(self) -> Iterator[tuple[int, bytes | _BadLine]]:
-        """Give each line with its number, or what is wrong with it, in bounded memory."""
+        """Yield each line with its number, or its fault, in bounded memory."""
         number = 0
         while True:
             number += 1
@@ -219,16 +219,16 @@ def _zstd(file: io.BufferedReader) -> zstd_frames.ZstdFrames:
 
 
 class TraceLines:
-    """What the lines of one trace say. ``skips``: bad lines are counted, and reading goes on."""
+    """Parses the lines of one trace. ``skips``: count bad lines, and continue."""
 
     def __init__(
         self, path: Path, format_name: str, block_tokens: int | None, *, skips: bool
     ) -> None:
-        """``format_name`` may be auto: the first good line tells. Raises ``TraceError``."""
+        """``format_name`` may be auto: the first good line shows it. Raises ``TraceError``."""
         _check_arguments(format_name, block_tokens)
         self.path = path
         self.format_name = format_name
-        self.block_tokens = block_tokens  #: None: as is usual in the format
+        self.block_tokens = block_tokens  #: None: the format's usual value
         self.bad_lines: list[tuple[int, str]] = []
         self.bad_line_count = 0
         self._skips = skips
@@ -240,7 +240,7 @@ class TraceLines:
         return row.timestamp * FORMATS[self.format_name].seconds_per_unit
 
     def holds_no_request(self) -> TraceError:
-        """Return what to raise if no request was found."""
+        """Return the exception to raise if no request was found."""
         first = "".join(f" Line {number}: {what}." for number, what in self.bad_lines[:1])
         return TraceError(
             f"{self.path}: holds no request that can be read.{first} "
@@ -250,7 +250,7 @@ class TraceLines:
     def read_untrusted(
         self, file: TraceFile, on_progress: Callable[[int, int], None] | None = None
     ) -> Iterator[RequestRow | RecordEvent]:
-        """Give what the file's lines say; raises ``TraceError`` for the first bad line if asked.
+        """Yield the rows of the file; raises ``TraceError`` for the first bad line unless it skips.
 
         ``on_progress`` is called now and then with ``file.progress()``.
         """
@@ -278,7 +278,7 @@ class TraceLines:
         return self._row_untrusted(line)
 
     def _begin_record_untrusted(self, line: bytes) -> None:
-        """Take in the header of a record; one stands wherever a part of the record begins."""
+        """Read the header of a record, which begins each part of the record."""
         header: _RecordHeader = _decode_untrusted(_HEADER_DECODER, line)
         if self.format_name == "auto":
             self.format_name = "recorded"
@@ -355,7 +355,7 @@ def _format_of_untrusted(line: bytes) -> str:
 def _decode_untrusted(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:  # noqa: ANN401
     try:
         if not line.isascii():
-            line.decode()  # the decoder does not look into fields that nobody asked for
+            line.decode()  # the decoder does not check the contents of ignored fields
         return decoder.decode(line)
     except (ValueError, RecursionError) as error:
         raise _BadLine(_diagnosis(error)) from error
@@ -372,7 +372,7 @@ def _diagnosis(error: Exception) -> str:
 
 
 def _check_ids(row: RequestRow, kind: _Format, block_tokens: int) -> None:
-    """Refuse ids out of range, and a number of them that the prompt does not have.
+    """Refuse ids out of range, and a number of them that does not match the prompt.
 
     Mooncake names the partial block at the end of a prompt, others leave it out.
     """

@@ -1,12 +1,11 @@
 """Reads traces of requests: Mooncake's format, Qwen-Bailian's, a plain one, and kvtier's records.
 
-A trace is a file of JSON lines, one request a line, as it is or compressed. It may
-come from anywhere: ``trace_lines`` reads its lines, and trusts nothing in them.
+A trace is a file of JSON lines, one request per line, plain or compressed. It may come from
+anywhere: ``trace_lines`` reads its lines without trusting them.
 
-Blocks are numbered anew, from 0 in order of first appearance, such that equal
-numbers mean equal prefixes. Qwen-Bailian names a block by its own tokens only,
-so there one id may follow different prefixes; no prefix cache could serve
-the one for the other.
+Blocks are renumbered, from 0 in order of first appearance, such that equal numbers mean equal
+prefixes. Qwen-Bailian names a block by its own tokens only, so one id may follow different
+prefixes; no prefix cache could serve one for the other.
 """
 
 from __future__ import annotations
@@ -45,22 +44,22 @@ class TraceRequest(NamedTuple):
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]  #: of the prompt, head to tail; equal ids are equal prefixes
-    ended_s: float | None = None  #: when the answer was whole, if that is known
-    gpu_tokens: int = 0  #: the first of the prompt, which the engine's own prefix cache had
+    ended_s: float | None = None  #: when the answer was complete, if known
+    gpu_tokens: int = 0  #: the head of the prompt that the engine's own prefix cache had
 
 
 class TraceEvent(NamedTuple):
-    """Something that happened to a recorded engine, and changes what requests find."""
+    """An event of a recorded engine that changes the hits of requests."""
 
     time_s: float  #: since the trace's start; may be negative
     kind: EventKind
-    tier: str = ""  #: its name; of a reset: none
-    work: str = ""  #: which the tier did not do: loads or stores
+    tier: str = ""  #: its name; empty for a reset
+    work: str = ""  #: the work that the tier did not do: loads or stores
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a record has of the engine's run, besides its requests."""
+    """The parts of a record besides its requests."""
 
     events: tuple[TraceEvent, ...] = ()  #: in order of time
     gpu_tokens: int = 0
@@ -70,30 +69,30 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a file held."""
+    """Contents of a file."""
 
     path: Path
     format: str
     block_tokens: int
     requests: tuple[TraceRequest, ...]  #: in order of time
-    bad_lines: tuple[tuple[int, str], ...] = ()  #: line and what is wrong; the first thousand
+    bad_lines: tuple[tuple[int, str], ...] = ()  #: line and fault; the first thousand
     bad_line_count: int = 0
-    out_of_order_count: int = 0  #: requests that came after a later one in the file
-    recorded: Recorded | None = None  #: of a record only
+    out_of_order_count: int = 0  #: requests that follow a later one in the file
+    recorded: Recorded | None = None  #: only for a record
 
     @property
     def name(self) -> str:
-        """What to call the trace in titles."""
+        """The trace's name in titles."""
         return self.path.name
 
     @cached_property
     def references(self) -> int:
-        """How many blocks all requests ask for, one by one."""
+        """The number of blocks that all requests reference."""
         return sum(len(request.blocks) for request in self.requests)
 
     @cached_property
     def distinct_blocks(self) -> int:
-        """How many different blocks there are."""
+        """The number of distinct blocks."""
         return len({block for request in self.requests for block in request.blocks})
 
 
@@ -108,12 +107,12 @@ def read_trace(
 ) -> Trace:
     """Read a trace. Raises ``TraceError`` and nothing else, unless ``on_progress`` does.
 
-    ``auto`` tells the format by the fields of the first good line. ``limit``:
-    stop after so many requests. ``on_progress`` is called now and then with how many
-    bytes of the file have been read, and how many it has (0 for a pipe).
+    ``auto`` recognises the format by the fields of the first good line. ``limit``: the most
+    requests to read. ``on_progress`` is called now and then with the bytes of the file that have
+    been read, and its length (0 for a pipe).
 
-    Requests are sorted by time: servers may log a request when it ends. How
-    many stood after a later one is counted. Time starts with the earliest.
+    Requests are sorted by time, since servers may log a request when it ends; those that follow a
+    later one are counted. Time starts with the earliest.
     """
     if on_bad_line not in get_args(OnBadLine):
         raise TraceError(f"on_bad_line={on_bad_line!r} must be stop or skip.")
@@ -149,7 +148,7 @@ class _Reader:
         limit: int | None,
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
-        """Take in the file's requests; raises ``TraceError`` for the first bad line if asked."""
+        """Read the file's requests; raises ``TraceError`` for a bad line unless it skips."""
         requests_max = REQUESTS_MAX if limit is None else min(limit, REQUESTS_MAX)
         for row in self._lines.read_untrusted(file, on_progress):
             if isinstance(row, RecordEvent):
@@ -164,7 +163,7 @@ class _Reader:
         self._refuse_too_large(limit)
 
     def finish(self) -> Trace:
-        """Return what was read, in order of time."""
+        """Return the requests, in order of time."""
         lines = self._lines
         if not self._requests:
             raise lines.holds_no_request()
@@ -225,8 +224,8 @@ class _Chain:
     """Numbers blocks such that equal numbers mean equal prefixes."""
 
     def __init__(self) -> None:
-        self._first: dict[int, int] = {}  # an id's number after the first prefix it was met with
-        self._others: dict[tuple[int, int], int] = {}  # after any other prefix
+        self._first: dict[int, int] = {}  # an id's number behind the first prefix that it followed
+        self._others: dict[tuple[int, int], int] = {}  # behind any other prefix
         self._parents = array("q")  # by number
 
     def blocks(self, ids: Sequence[int]) -> tuple[int, ...]:

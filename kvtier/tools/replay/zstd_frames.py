@@ -1,4 +1,4 @@
-"""Reads zstd files, of one frame or of many, in bounded memory."""
+"""Reads zstd files, with one frame or many, in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 MAGIC: Final = b"\x28\xb5\x2f\xfd"
 WINDOW_BYTES_MAX: Final = 1 << 27
 PIECE_BYTES: Final = 1024
-"""Read at once. Four bytes can stand for 128 KiB, so one piece is at most 32 MiB."""
+"""Bytes read at once. Four bytes can expand to 128 KiB, so one piece is at most 32 MiB."""
 
 
 class ZstdMissing(Misuse):
-    """Raised when the library is not installed. Install what the text names."""
+    """Raised when the library is not installed. Install the one that the text names."""
 
 
 class DamagedZstd(Exception):
@@ -26,9 +26,9 @@ class DamagedZstd(Exception):
 
 
 class ZstdFrames(io.RawIOBase):
-    """What the frames in a file hold, one after the other.
+    """The contents of the frames in a file, one after the other.
 
-    The library's own reader ends at a frame that is cut off as if that were the file's end.
+    The library's own reader treats a truncated frame as the file's end.
     """
 
     def __init__(self, file: io.BufferedReader) -> None:
@@ -41,7 +41,7 @@ class ZstdFrames(io.RawIOBase):
         self._file = file
         self._error = zstandard.ZstdError
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
-        self._frame: Any = None  # the one that is being read
+        self._frame: Any = None  # the current one
         self._piece, self._out = b"", memoryview(b"")
 
     def readable(self) -> bool:

@@ -1,1 +1,1 @@
-"""One page of what was recorded, replayed or soaked: HTML and SVG, without scripts."""
+"""Draws one page of a record, a replay or a soak: HTML and SVG, without scripts."""

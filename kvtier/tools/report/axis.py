@@ -1,4 +1,4 @@
-"""The one horizontal axis of a page: into which bins it is cut, and what stands below it."""
+"""The horizontal axis of a page: its bins, ticks and labels."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _STEPS_S: Final = (
     *(each * HOUR_S for each in (1, 2, 3, 6, 12)),
     *(each * DAY_S for each in (1, 2, 7, 14, 30, 90)),
 )
-"""Between two ticks."""
+"""Distances between two ticks."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Where bins and ticks are, as fractions of the width."""
+    """Positions of bins and ticks, as fractions of the width."""
 
-    name: str  #: what it is, for people
-    edges: Sequence[float]  #: of the bins: one more than there are
-    middles: Sequence[float]  #: of the bins: where points of lines are
+    name: str  #: for readers
+    edges: Sequence[float]  #: of the bins: one more than bins
+    middles: Sequence[float]  #: of the bins: positions of the points of lines
     labels: Sequence[str]  #: of the bins, in a table
     ticks: Sequence[tuple[float, str]]
     shaded_from: float = 1.0
 
     @property
     def count(self) -> int:
-        """How many bins there are."""
+        """The number of bins."""
         return len(self.middles)
 
 
@@ -98,12 +98,12 @@ def _tick(at_s: float, step_s: int) -> str:
 
 
 def moment(at_s: float) -> str:
-    """Return a time since 1970 for people; in UTC."""
+    """Return a time since 1970 as text, in UTC."""
     return f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def lasted(seconds: float) -> str:
-    """Return a duration for people, to about a hundredth of it."""
+    """Return a duration as text, to about a hundredth of it."""
     return _lasted(seconds).replace(" ", UNBROKEN)
 
 

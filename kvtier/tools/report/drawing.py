@@ -1,4 +1,4 @@
-"""Draws the page of a file: its content says whether it is a record, a replay or a soak."""
+"""Draws the page of a file: its content shows whether it is a record, a replay or a soak."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from kvtier.tools.report.page import ReportPage
 
 _MALFORMED: Final = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""What may come of a report that lacks something, or has something else there."""
+"""Exceptions from a report with missing or unexpected parts."""
 
 REPORT_BYTES_MAX: Final = 1 << 28
 BAD_LINES_SHOWN_MAX: Final = 5
 
 _PAGES: Final = {FORMAT: replay_page, curves.REPORT: policies_page, SOAK: soak_page}
-"""What draws a JSON report, by what it says that it is."""
+"""Functions that draw JSON reports, by the type in the report."""
 
 _CAN_DRAW: Final = (
     "It has to be a record of an engine's requests (the option record), the JSON report of kvtier "
@@ -41,7 +41,7 @@ _CAN_DRAW: Final = (
 def page_of_file(path: str, *, skips: bool, on_progress: Callable[[int, int], None]) -> ReportPage:
     """Read a file and return its page. Raises ``Misuse``.
 
-    ``skips``: go on behind the bad lines of a record. ``on_progress`` as ``read_trace`` has it.
+    ``skips``: continue after the bad lines of a record. ``on_progress``: as in ``read_trace``.
     """
     try:
         with Path(path).open("rb") as raw:

@@ -1,7 +1,7 @@
 """The frame of a page: sentences, panels over one axis, and tables, as self-contained HTML.
 
-Whatever stands in a page may come from a file that nobody has looked at, such as the name of a
-tier. So all text is plain until it is escaped here (or in ``svg``), in one place each.
+Any text of a page, such as the name of a tier, may come from an untrusted file. So all text is
+plain until it is escaped here (or in ``svg``), in one place each.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ if TYPE_CHECKING:
     from kvtier.tools.report.axis import Axis
 
 STYLES: Final = "abcdef"
-"""Classes of series, in order; with more of them, colours come again."""
+"""Classes of series, in order; colours repeat if there are more series."""
 
 NARROW_TICKS_MAX: Final = 6
-"""Of more ticks, a narrow page has the labels of every second one."""
+"""The most ticks with labels on a narrow page; of more, every second one has a label."""
 
 REST: Final = "g"
-"""Of what is left over, which no tier had."""
+"""Class of the rest, which no tier had."""
 
 
 def number(value: float) -> str:
-    """Return a number for people: whole from a hundred on, else three digits."""
+    """Return a number as text: whole from a hundred on, otherwise with three digits."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.3g}"
 
 
 def percent(value: float) -> str:
-    """Return a share for people."""
+    """Return a share as text."""
     digits = ".1f" if abs(value) >= 0.001 or not value else ".1g"
     return f"{100 * value:{digits}}{UNBROKEN}%"
 
 
 def whole(value: float) -> str:
-    """Return a number of things for people."""
+    """Return a count as text."""
     return f"{value:,.0f}"
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a panel, or one of the layers of a stack. A value for each bin of the axis."""
+    """One line of a panel, or one layer of a stack, with a value for each bin of the axis."""
 
     name: str
     values: Sequence[float | None]
@@ -55,7 +55,7 @@ class Series:
 
     @property
     def known(self) -> list[float]:
-        """The values that there are."""
+        """The values that exist."""
         return [value for value in self.values if value is not None]
 
 
@@ -68,7 +68,7 @@ class Panel:
     series: Sequence[Series]
     kind: Literal["lines", "stack"] = "lines"
     top: float | None = None  #: of the scale; by default the highest value
-    shown: Callable[[float], str] = number  #: how a value is written
+    shown: Callable[[float], str] = number  #: returns a value as text
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ class PageTable:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """All that a page says. ``axis`` is that of all its panels."""
+    """Contents of a page. ``axis`` is that of all its panels."""
 
     title: str
-    summary: Sequence[str]  #: sentences: what most readers came for
+    summary: Sequence[str]  #: sentences with the main figures
     axis: Axis | None
     panels: Sequence[Panel | Strips]
     tables: Sequence[PageTable]
-    source: str  #: what the page was drawn from
+    source: str  #: name of the file that was drawn
     verdict: Literal["", "passed", "failed", "warned"] = ""
     failure: str = ""  #: in full, as it was printed
 
@@ -129,7 +129,7 @@ class ReportPage:
         return f'<section class="summary {self.verdict}">{sentences}</section>{failure}'
 
     def _figures(self) -> str:
-        """Return all that is drawn as a table, for those who can't see it, or want figures."""
+        """Return all drawn values as a table, for screen readers and for figures."""
         axis, shown = self.axis, [each for each in self.panels if _has_something(each)]
         if axis is None or not shown:
             return ""
@@ -150,7 +150,7 @@ def _has_something(panel: Panel | Strips) -> bool:
 
 
 def _written(panel: Panel | Strips) -> list[tuple[str, Sequence[str | None]]]:
-    """Return the names of a panel's series or rows, with their values as they are written."""
+    """Return the names of a panel's series or rows, with their values as text."""
     if isinstance(panel, Strips):
         return list(panel.rows.items())
     return [
@@ -193,7 +193,7 @@ def _top(panel: Panel) -> float:
 
 
 def _described(series: Series, panel: Panel, axis: Axis) -> str:
-    """Return what a line looks like, in words."""
+    """Return a description of a line in words."""
     highest = max(series.known)
     at = axis.labels[series.values.index(highest)]
     mean = sum(series.known) / len(series.known)
@@ -217,7 +217,7 @@ def _strips(strips: Strips, axis: Axis) -> str:
 
 
 def _shares(row: Sequence[str | None]) -> str:
-    """Return how much of the time each word holds."""
+    """Return the share of the time of each word."""
     words = dict.fromkeys(word for word in row if word is not None)
     return ", ".join(f"{word}: {percent(row.count(word) / len(row))}" for word in words) + "."
 
@@ -237,7 +237,7 @@ def _axis(axis: Axis) -> str:
 
 
 def _side(at: float) -> str:
-    """Return on which side of its tick a label is, where the page ends."""
+    """Return the side of its tick on which a label is, at the ends of the page."""
     if at < 0.03:
         return ' class="first"'
     return ' class="last"' if at > 0.95 else ""

@@ -1,4 +1,4 @@
-"""The page of a comparison of eviction policies: what ``kvtier replay --policies`` has written."""
+"""The page of a comparison of eviction policies, as ``kvtier replay --policies`` writes it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Policies(msgspec.Struct):
 
 
 def policies_page(figures: Mapping[str, Any], source: str) -> ReportPage:
-    """Return the page of a report. Raises ``ValueError`` if it lacks something."""
+    """Return the page of a report. Raises ``ValueError`` if a part is missing."""
     read = msgspec.convert(figures, Policies)
     capacities = sorted(
         {
@@ -71,7 +71,7 @@ def policies_page(figures: Mapping[str, Any], source: str) -> ReportPage:
 
 
 def _axis(capacities: Sequence[tuple[int, float]]) -> Axis:
-    """Return an axis of capacities, each as far from the next as it is larger, in ratio."""
+    """Return a logarithmic axis of capacities."""
     logs = [math.log(blocks) for blocks, _ in capacities]
     wide = logs[-1] - logs[0]
     middles = [(each - logs[0]) / wide if wide else 0.5 for each in logs]

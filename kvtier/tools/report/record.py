@@ -1,8 +1,8 @@
-"""Reads a record of an engine's requests, and keeps what its page shows: of any length.
+"""Reads a record of an engine's requests, of any length, and keeps the figures of its page.
 
 Requests are summed in bins of equal width. Whenever there are too many bins, two neighbours become
-one. A bin begins at a multiple of its width since 1970, so it doesn't matter in which order
-requests come: they are in the file as they ended, and count when they arrived.
+one. A bin begins at a multiple of its width since 1970, so the order of requests does not matter:
+in the file they are in the order of their ends, and they count at their arrival.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RESETS_KEPT_MAX: Final = 10_000
 
 
 class Bin:
-    """Requests that arrived in one stretch of time."""
+    """Requests that arrived in one interval of time."""
 
     __slots__ = (
         *("requests", "never_ran", "tokens", "gpu", "computed", "loaded"),
@@ -77,7 +77,7 @@ class Bin:
 
 
 class RecordFault(NamedTuple):
-    """A time in which a tier did no work of a kind."""
+    """A period in which a tier did no work of a kind."""
 
     seconds: float
     from_s: float
@@ -87,18 +87,18 @@ class RecordFault(NamedTuple):
 
 
 class Record:
-    """What a page shows of a record. Times are since 1970."""
+    """Figures of a record's page. Times are since 1970."""
 
     def __init__(self) -> None:
         self.all = Bin()
         self.bin_s = BIN_S_MIN
-        self.first_s = self.last_s = 0.0  #: the first arrival, and the last of all that happened
+        self.first_s = self.last_s = 0.0  #: the first arrival, and the last event of any kind
         self.resets: list[float] = []
         self.reset_count = 0
         self.fault_count = 0
-        self.works: dict[tuple[str, str], float] = {}  #: a tier's that had faults → seconds of them
+        self.works: dict[tuple[str, str], float] = {}  #: (tier, work) with faults → their seconds
         self._bins: dict[int, Bin] = {}
-        self._faults: list[RecordFault] = []  #: a heap: the shortest goes if there are too many
+        self._faults: list[RecordFault] = []  #: a heap: of too many, the shortest is dropped
         self._down: dict[tuple[str, str], float] = {}  #: since when
 
     def add(self, row: RecordedRow) -> None:
@@ -113,12 +113,12 @@ class Record:
             found = self._bins[number] = Bin()
             while len(self._bins) > 2 * BINS_MAX:
                 self._halve()
-                # The request's own bin may have become another's part.
+                # The request's own bin may have been merged into another.
                 found = self._bins[self._number(at_s)]
         found.add(row)
 
     def note(self, event: RecordEvent) -> None:
-        """Note what happened besides requests."""
+        """Note an event."""
         self.last_s = max(self.last_s, event.time_s)
         work = event.tier, event.work
         if event.event == "reset":
@@ -131,7 +131,7 @@ class Record:
             self._end_fault(work, event.time_s, is_over=True)
 
     def finish(self) -> None:
-        """End what is still going on, and bring the bins to the number of a page's."""
+        """End faults that still last, and reduce the bins to the number on a page."""
         for work in list(self._down):
             self._end_fault(work, self.last_s, is_over=False)
         while self._number(self.last_s) - self._number(self.first_s) >= BINS_MAX:
@@ -139,12 +139,12 @@ class Record:
 
     @property
     def begins_s(self) -> float:
-        """When the first bin begins."""
+        """The beginning of the first bin."""
         return self._number(self.first_s) * self.bin_s
 
     @property
     def bins(self) -> list[Bin]:
-        """All bins, the empty ones too; once it is finished."""
+        """All bins, including empty ones; available once it is finished."""
         numbers = range(self._number(self.first_s), self._number(self.last_s) + 1)
         nothing = Bin()
         return [self._bins.get(each, nothing) for each in numbers]
@@ -155,7 +155,7 @@ class Record:
         return sorted(self._faults, reverse=True)
 
     def bin_of(self, at_s: float) -> int:
-        """Return the place of a moment among the bins."""
+        """Return the position of a moment among the bins."""
         first, last = self._number(self.first_s), self._number(self.last_s)
         return min(max(first, self._number(at_s)), last) - first
 

@@ -1,4 +1,4 @@
-"""The page of a record: where prompts came from, what requests were like, which tiers failed."""
+"""The page of a record: sources of prompt tokens, requests, and faults of tiers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESET: Final = "reset"
 
 
 def record_page(record: Record, title: str, source: str, notes: Sequence[str] = ()) -> ReportPage:
-    """Return the page. ``notes``: sentences of what was wrong with the file."""
+    """Return the page. ``notes``: sentences about the file's faults."""
     bins = record.bins
     return ReportPage(
         title=title,

@@ -1,4 +1,4 @@
-"""The page of a replay through the runtime: what ``kvtier replay --json`` has written."""
+"""The page of a replay through the runtime, as ``kvtier replay --json`` writes it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Interval(msgspec.Struct):
 
 
 class Replay(msgspec.Struct):
-    """What the page reads itself of a report; its tables are the command's."""
+    """Parts of a report that the page itself reads; its tables are the command's."""
 
     partial: bool
     warnings: list[str]
@@ -67,7 +67,7 @@ class Replay(msgspec.Struct):
 
 
 def replay_page(figures: Mapping[str, Any], source: str) -> ReportPage:
-    """Return the page of a report. Raises ``ValueError`` or ``KeyError`` if it lacks something."""
+    """Return the page of a report. Raises ``ValueError`` or ``KeyError`` if a part is missing."""
     replay = msgspec.convert(figures, Replay)
     problems = problems_in(figures)
     bins, bin_s = _bins(replay)
@@ -87,7 +87,7 @@ def replay_page(figures: Mapping[str, Any], source: str) -> ReportPage:
 
 
 def _bins(replay: Replay) -> tuple[list[list[_Interval]], float]:
-    """Return the intervals of each bin, and how long a bin is: one interval, or several."""
+    """Return the intervals of each bin, one or several, and the length of a bin."""
     last = max((each.from_s for each in replay.over_time), default=-1.0)
     if last < 0 or replay.interval_s <= 0:
         return [], 0.0

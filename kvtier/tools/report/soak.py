@@ -1,6 +1,6 @@
-"""The record of a soak (``python -m stress``): what its JSON file has, and its bins.
+"""The record of a soak (``python -m stress``): its JSON file, and its bins.
 
-However long the soak was, its page has the same size.
+The page's size does not depend on the length of the soak.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ SOAK: Final = "kvtier soak"
 SAMPLES_EACH_MIN: Final = 2
 
 STATES: Final = ("CLOSED", "HALF_OPEN", "OPEN", "DISABLED")
-"""Of a breaker, from well to worst: a bin shows its worst."""
+"""States of a breaker, from best to worst: a bin shows its worst."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One moment. Counts are of the whole run so far."""
+    """One sample. Counts are of the whole run so far."""
 
     at_s: float
     requests: int
@@ -31,15 +31,15 @@ class Sample:
     blocks_stored: int
     lookups: int  #: of blocks
     hits: int
-    resident: Mapping[str, int]  #: tier → blocks that events say are there
+    resident: Mapping[str, int]  #: tier → resident blocks, by events
     breakers: Mapping[str, str]  #: tier → state
     quarantined: int
-    memory_bytes: int = 0  #: resident, of the process that has the runtime; 0: not looked at
+    memory_bytes: int = 0  #: resident, of the runtime's process; 0: not measured
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A spell or a single fault, as it was done."""
+    """A spell or a single fault, as injected."""
 
     from_s: float
     to_s: float
@@ -48,7 +48,7 @@ class Done:
 
 
 class Soak(msgspec.Struct):
-    """All of a record that a page shows."""
+    """The parts of a record that a page shows."""
 
     layer: str
     seed: int
@@ -78,7 +78,7 @@ class Bins:
     quarantined: list[float | None]
     memory_bytes: list[float | None]
     breakers: dict[str, list[str | None]]  #: tier → state
-    faults: dict[str, list[int]]  #: kind → how many were under way
+    faults: dict[str, list[int]]  #: kind → number in progress
 
 
 def bins_of(soak: Soak) -> Bins:
@@ -144,7 +144,7 @@ def _worst(now: Sequence[Sample], tier: str) -> str | None:
 
 
 def _faults(soak: Soak, ends_s: float, count: int) -> dict[str, list[int]]:
-    """Count the faults under way in each bin, by kind."""
+    """Count the faults in progress in each bin, by kind."""
     found: dict[str, Counter[int]] = {}
     for spell in soak.spells:
         first, last = _bin(spell.from_s, ends_s, count), _bin(spell.to_s, ends_s, count)

@@ -1,4 +1,4 @@
-"""The page of a soak: load, tiers and faults of a run, and what was checked after it."""
+"""The page of a soak: load, tiers and faults of a run, and the checks after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AT_ONCE: Final = {**{f"{each}": f"f{each}" for each in range(1, MANY)}, f"{MANY
 
 
 def soak_page(figures: Mapping[str, Any], source: str) -> ReportPage:
-    """Return the page of a record. Raises ``ValueError`` if it lacks something."""
+    """Return the page of a record. Raises ``ValueError`` if a part is missing."""
     soak = msgspec.convert(figures, Soak)
     bins = bins_of(soak)
     return ReportPage(

@@ -7,14 +7,14 @@ from collections import Counter
 from typing import Final
 
 STEPS: Final = 16
-"""Into how many steps each doubling is cut: a percentile is within 2.2 % of the true one."""
+"""Number of steps in each doubling: a percentile is within 2.2 % of the true one."""
 
 _ZERO: Final = -10_000
-"""The step of what is no more than nothing, below the least positive number's."""
+"""The step of 0, below that of the least positive number."""
 
 
 class Spread:
-    """How many values there were of each size."""
+    """The number of values of each size."""
 
     __slots__ = ("_counts",)
 
@@ -30,7 +30,7 @@ class Spread:
         self._counts.update(other._counts)
 
     def percentile(self, percent: float) -> float | None:
-        """Return the smallest value that so many percent do not exceed; None: there are none."""
+        """Return the smallest value that the given percentage does not exceed; None without values."""
         rest = math.ceil(self._counts.total() * percent / 100)
         for step in sorted(self._counts):
             rest -= self._counts[step]

@@ -1,4 +1,4 @@
-"""Pictures of series as inline SVG. Numbers stay outside: they are to be as large on a phone.
+"""Draws series as inline SVG. Numbers are outside of it, so that phones do not shrink them.
 
 A picture is stretched to its place, so that it has the width of the page; lines keep their width.
 """
@@ -23,7 +23,7 @@ HEIGHT: Final = 100
 def lines(
     title: str, text: str, series: Sequence[tuple[str, Values]], top: float, axis: Axis
 ) -> str:
-    """Draw lines, one a series, each in the style of the class that it is given with."""
+    """Draw lines, one for each series, in the style of its class."""
     drawn = []
     for style, values in series:
         for run in _runs(values):
@@ -65,7 +65,7 @@ def strip(title: str, text: str, styles: Sequence[str | None], axis: Axis) -> st
 
 
 def _runs(values: Values) -> list[list[int]]:
-    """Return where there is a value, in runs without a gap."""
+    """Return the positions that have a value, in runs without a gap."""
     runs = groupby(range(len(values)), key=lambda at: values[at] is None)
     return [list(run) for is_gap, run in runs if not is_gap]
 
@@ -90,7 +90,7 @@ def _y(value: float | None, top: float) -> str:
 
 
 def _svg(style: str, title: str, text: str, axis: Axis, drawn: Sequence[str]) -> str:
-    """``title`` and ``text`` are for those who hear a page."""
+    """``title`` and ``text`` are for screen readers."""
     shade = ""
     if axis.shaded_from < 1.0:
         left, wide = _x(axis.shaded_from), _x(1.0 - axis.shaded_from)

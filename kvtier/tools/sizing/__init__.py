@@ -1,1 +1,1 @@
-"""How large a tier should be: what a model's tokens take, and what a size buys."""
+"""Recommends the size of a tier, from the size of a model's tokens and the gain of each size."""

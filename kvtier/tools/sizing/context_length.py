@@ -1,14 +1,15 @@
-"""The longest prompt that a model takes in vLLM, where ``--max-model-len`` is not given.
+"""The longest prompt of a model in vLLM, if ``--max-model-len`` is not given.
 
-A part of vLLM's rule (``vllm.config.model._get_and_verify_max_len``), by ``config.json`` alone:
+It implements a part of vLLM's rule (``vllm.config.model._get_and_verify_max_len``), by
+``config.json`` alone:
 
 - the smallest of the fields in ``LENGTHS``, or ``model_max_length`` if there is one;
 - times the factor of the rope scaling, unless its type is one of ``ALREADY_SCALED``, or the model
   is a Gemma 3;
 - with LongRoPE, the length before scaling.
 
-It is not known, where vLLM would know more: from the defaults of a model's class if no field is
-there, from a tokenizer of a pooling model, or with ``--hf-overrides``.
+It is not known if vLLM uses other sources: the defaults of a model's class if no field exists, the
+tokenizer of a pooling model, or ``--hf-overrides``.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def read_context_length(path: Path) -> int | None:
 
 
 def context_length_untrusted(config: Mapping[str, Any]) -> int | None:
-    """Return the same for what a ``config.json`` holds. Raises nothing."""
+    """Return the same for the contents of a ``config.json``. Raises nothing."""
     text = config.get("text_config")
     config = text if isinstance(text, dict) else config
     lengths = {name: config[name] for name in LENGTHS if _is_length(config.get(name))}

@@ -1,13 +1,13 @@
-"""What one token takes in the KV cache of a model.
+"""Computes the bytes of one token in the KV cache of a model.
 
-Read from a Hugging Face ``config.json``, which is untrusted, or given by hand.
+The model is described by a Hugging Face ``config.json``, which is untrusted, or by given numbers.
 
 - Attention layers count in full, those with a sliding window too: an offloaded
   block holds the keys and values of all of them.
 - With multi-head latent attention (DeepSeek) a token has one latent vector and
   one rotary key per layer, whatever the number of heads.
-- Layers that share the cache of an earlier one count nothing. Nor do recurrent
-  layers (Mamba, linear attention): they keep a state, and nothing per token.
+- Layers that share the cache of an earlier one do not count. Nor do recurrent layers (Mamba, linear
+  attention), which keep a state but nothing per token.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LayerGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """What the KV cache of a model is made of."""
+    """Layers and data types of a model's KV cache."""
 
     name: str
     groups: tuple[LayerGroup, ...]
@@ -81,7 +81,7 @@ class Geometry:
         return self._bytes(1)
 
     def layer_token_bytes_min(self) -> int:
-        """Return the bytes of one token in one layer, at least, however it is quantized."""
+        """Return the least bytes of one token in one layer, with any quantization."""
         return min(group.kv_heads * group.entries_per_head for group in self.groups)
 
     def bytes_per_token_per_rank(self, tp: int) -> int:
@@ -97,7 +97,7 @@ class Geometry:
     def bytes_per_token_in_vllm(self, tp: int) -> int:
         """Return the bytes of one token over all ranks, as vLLM's offloading stores it.
 
-        It stores what every rank has, but a latent vector once: its copies are the same.
+        It stores the data of every rank, but a latent vector once, since its copies are the same.
         """
         return self.bytes_per_token() if self.is_latent else tp * self.bytes_per_token_per_rank(tp)
 
@@ -145,7 +145,7 @@ def read_geometry(path: str | Path, *, dtype: str = "auto") -> Geometry:
 
 
 def parse_geometry_untrusted(raw: bytes, *, dtype: str = "auto") -> Geometry:
-    """Return what a ``config.json`` describes. Raises ``ConfigError`` and nothing else."""
+    """Return the geometry that a ``config.json`` describes. Raises only ``ConfigError``."""
     if len(raw) > CONFIG_BYTES_MAX:
         raise ConfigError(f"larger than {CONFIG_BYTES_MAX >> 20} MiB: this is no model's config.")
     try:
@@ -163,7 +163,7 @@ class _Model:
     def __init__(self, config: dict[str, Any]) -> None:
         self._outer = config
         text = config.get("text_config")
-        # A model of text and images nests what concerns text.
+        # A model of text and images nests the fields about text.
         self._config: dict[str, Any] = {**config, **text} if isinstance(text, dict) else config
 
     def geometry(self, dtype: str) -> Geometry:
@@ -202,7 +202,7 @@ class _Model:
         )
 
     def _may_be_quantized(self, dtype: str) -> bool:
-        """Tell whether the model itself may ask for a cache of another type than its own."""
+        """Return whether the model's config may request a cache of another type than its own."""
         of_weights = self._outer.get("quantization_config")
         named = of_weights.items() if isinstance(of_weights, dict) else ()
         return dtype == "auto" and any("kv_cache" in key and value for key, value in named)
@@ -236,7 +236,7 @@ class _Model:
         return LayerGroup(f"{kind}, latent", layers, 1, latent + rotary)
 
     def _layer_kinds(self, count: int) -> list[str]:
-        """Return what each layer is, by whichever field this family says it with."""
+        """Return the type of each layer, from the field that this family of models uses."""
         config = self._config
         for field in ("layer_types", "layers_block_type"):
             if self._has(field):

@@ -15,7 +15,7 @@ COMMIT_CHARACTERS_MAX: Final = 64
 
 
 def folder_in_cache(model: str, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return where the hub's cache has a model of this name; None for what is no such name."""
+    """Return the model's folder in the hub's cache; None if it is not a name of the hub."""
     owner, _, name = model.partition("/")
     if not (owner and name) or "/" in name or owner in (".", "..", "~"):
         return None
@@ -27,7 +27,7 @@ def folder_in_cache(model: str, environment: Mapping[str, str] = os.environ) -> 
 def config_of(model: str, environment: Mapping[str, str] = os.environ) -> Path | None:
     """Return the model's ``config.json``; None if it is not on this host.
 
-    Of a model in the hub's cache, it is that of the branch ``main``. May hang.
+    For a model in the hub's cache, it is that of the branch ``main``. May hang.
     """
     path = Path(model)
     if path.exists():

@@ -1,19 +1,17 @@
-"""What a size buys, and which size to buy.
+"""Computes the gain of each size, and recommends sizes.
 
 The curve is a policy's hit ratio at a ladder of capacities, by replay. It ends
 at the endless cache: all of the trace's blocks.
 
 - The **knee** is where the curve is furthest above the straight line from
-  nothing to the endless cache, both axes scaled to 1. Before it, a byte buys
-  more than the average byte; behind it, less.
-- Tiers hold copies: what is in DRAM is also on the disk behind it. So the
-  first tiers together hit what the largest of them hits alone, and each
-  is sized on the same curve.
-- With prices, the cheapest tier gets the knee. Each dearer one is then as large
-  as it still makes the best of its money: the point of the curve furthest above
-  the line from nothing to the tier below, the axes being the hits and the
-  money that the tier below has. But it holds the largest request at least, or
-  that request could never be hit whole.
+  nothing to the endless cache, both axes scaled to 1. Before it, a byte gains more than the average
+  byte; behind it, less.
+- Tiers hold copies: blocks in DRAM are also on the disk behind it. So several tiers together have
+  the hits of the largest of them, and each is sized on the same curve.
+- With prices, the cheapest tier gets the knee. Each more expensive one then gets the size with the
+  best gain for its price: the point of the curve furthest above the line from zero to the tier
+  below, the axes being the hits and the price of the tier below. But it holds at least the largest
+  request, or that request could never be hit whole.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class SizePoint(NamedTuple):
 
 
 class Workfacts(NamedTuple):
-    """What the trace says beside its curve."""
+    """Facts of the trace besides its curve."""
 
     block_bytes: int
     block_tokens: int
@@ -45,17 +43,17 @@ class Workfacts(NamedTuple):
 
 
 class TierAdvice(NamedTuple):
-    """One tier, how large, and what it does."""
+    """One tier, its size and its hits."""
 
     name: str
     blocks: int
     hit_ratio: float  #: of this tier and all before it
-    own_hit_ratio: float  #: of what the tiers before it miss
+    own_hit_ratio: float  #: of the misses of the tiers before it
     price_per_gib: float | None
 
 
 def knee(points: Sequence[SizePoint], *, cost_of_end: float, cost_per_block: float) -> int | None:
-    """Return the index of the point furthest above the line from nothing to the last point.
+    """Return the index of the point furthest above the line from zero to the last point.
 
     The last point's hits and ``cost_of_end`` are 1 on their axes. None if no
     point is above the line.
@@ -78,7 +76,7 @@ def knee_of_curve(points: Sequence[SizePoint]) -> int | None:
 def advise(
     points: Sequence[SizePoint], prices: Mapping[str, float], facts: Workfacts
 ) -> list[TierAdvice]:
-    """Return a size for each priced tier, dearest first: it is taken to be the fastest."""
+    """Return a size for each priced tier, the most expensive (assumed the fastest) first."""
     by_price = sorted(prices.items(), key=lambda item: item[1])
     top = knee_of_curve(points)
     sizes: list[tuple[str, float, int]] = []
@@ -99,7 +97,7 @@ def advise(
 
 
 def tier_table(tiers: Sequence[tuple[str, SizePoint, float | None]]) -> list[TierAdvice]:
-    """Return what each tier does, given fastest first with its point on the curve."""
+    """Return the hits of each tier, given fastest first with its point on the curve."""
     table = []
     before = 0.0
     for name, point, price in tiers:
@@ -110,7 +108,7 @@ def tier_table(tiers: Sequence[tuple[str, SizePoint, float | None]]) -> list[Tie
 
 
 def saved_by_a_gib_more(points: Sequence[SizePoint], facts: Workfacts) -> list[float | None]:
-    """For each point: tokens per 1,000 requests that one GiB more saves from being computed."""
+    """For each point: the prompt tokens per 1,000 requests that one more GiB saves."""
     saved: list[float | None] = []
     for here, larger in pairwise(points):
         gib = (larger.blocks - here.blocks) * facts.block_bytes / GIB

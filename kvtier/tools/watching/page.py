@@ -34,7 +34,7 @@ def page_url(text: str) -> str:
 
 
 def fetch(url: str) -> Page:
-    """Fetch and read a page. Raises ``NoPage``. Takes ``ANSWER_S_MAX`` at most, or so."""
+    """Fetch and parse a page. Raises ``NoPage``. Takes about ``ANSWER_S_MAX`` at most."""
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_S_MAX) as answer:  # noqa: S310 - see page_url
             text = answer.read(PAGE_BYTES_MAX).decode("utf-8", "replace")
@@ -47,7 +47,7 @@ def fetch(url: str) -> Page:
 
 
 class Page:
-    """One page. Raises ``NoPage`` if it is in no format of Prometheus's."""
+    """One page. Raises ``NoPage`` if it is not in a Prometheus format."""
 
     def __init__(self, text: str) -> None:
         self._samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
@@ -66,7 +66,7 @@ class Page:
                 yield found, value
 
     def counters(self, suffix: str) -> list[str]:
-        """Return the names of the counters that end so."""
+        """Return the names of the counters with this ending."""
         ends = f"{suffix}_total"
         return [name.removesuffix("_total") for name in self._samples if name.endswith(ends)]
 
@@ -97,16 +97,16 @@ class Histogram:
 
     @property
     def count(self) -> float:
-        """How many observations there are."""
+        """The number of observations."""
         return max(self.below.values(), default=0.0)
 
     def since(self, before: Histogram) -> Histogram:
-        """Return what has come since an earlier state of the same histogram."""
+        """Return the observations since an earlier state of the same histogram."""
         grown = {bound: n - before.below.get(bound, 0.0) for bound, n in self.below.items()}
         return Histogram(grown, self.total - before.total)
 
     def quantile(self, share: float) -> float | None:
-        """Return the value below which that share is, as ``histogram_quantile`` does; or None."""
+        """Return a quantile, as ``histogram_quantile`` does; None without observations."""
         wanted = share * self.count
         if not wanted:
             return None

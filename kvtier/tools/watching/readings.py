@@ -1,4 +1,4 @@
-"""What one scrape tells of an engine and of each of its tiers, and what has come since another."""
+"""Readings of an engine and its tiers from one scrape, and differences of two readings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VLLMS_HITS: Final = "vllm:kv_offload_tiering_chunk_hits"
 
 
 class FaultMeaning(NamedTuple):
-    """What it means that a counter of ``TierCounts`` has grown. Both are clauses."""
+    """Meaning of growth of a counter of ``TierCounts``. Both are clauses."""
 
     about: str
     remedy: str
@@ -52,7 +52,7 @@ FAULTS: Final[Mapping[TierFault, FaultMeaning]] = {
 """By the counter; the worst first."""
 
 MORE: Final = 1 / 5
-"""Blocks that a larger tier would have hit, as a share of those loaded, that are worth a word."""
+"""Share of additional hits of a larger tier, of the loaded blocks, that is worth advice."""
 
 IN_USE: Final = "in use"
 
@@ -63,7 +63,7 @@ class TierReading(msgspec.Struct, frozen=True):
     """One tier. Counters are from the start of its engine on."""
 
     name: str
-    state: str  #: ``IN_USE``, or what is not
+    state: str  #: ``IN_USE``, or the parts that are not in use
     used_bytes: float | None
     capacity_bytes: float | None
     hits: float  #: blocks
@@ -73,7 +73,7 @@ class TierReading(msgspec.Struct, frozen=True):
     load_seconds: Histogram
     hits_if_twice: float  #: blocks
     faults: dict[TierFault, float]  #: those above 0
-    last_faults: dict[TierFault, float]  #: when they were last counted, in seconds of the epoch
+    last_faults: dict[TierFault, float]  #: the last increase of each, in seconds since the epoch
 
     def figures(self) -> dict[str, Any]:
         """Return all of it as JSON has it: the fields, with quantiles for the histogram."""
@@ -83,11 +83,11 @@ class TierReading(msgspec.Struct, frozen=True):
 
     @property
     def is_too_small(self) -> bool:
-        """Whether a larger tier is worth a word."""
+        """Whether a larger tier is worth advice."""
         return self.hits_if_twice > MORE * max(1.0, self.hits)
 
     def since(self, before: TierReading) -> TierReading:
-        """Return the tier as it is, with what its counters have grown by since then."""
+        """Return the tier's present state, with the growth of its counters since then."""
         return replace(
             self,
             hits=self.hits - before.hits,
@@ -119,7 +119,7 @@ class EngineReading(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """What tells it from the others."""
+        """The labels that identify it."""
         return f"{self.url} {self.engine}"
 
     @property
@@ -129,7 +129,7 @@ class EngineReading(msgspec.Struct, frozen=True):
 
     @property
     def age_s(self) -> float:
-        """How long it has counted."""
+        """The seconds for which it has counted."""
         return 0.0 if self.began_s is None else max(0.0, self.at_s - self.began_s)
 
     def figures(self) -> dict[str, Any]:
@@ -137,9 +137,9 @@ class EngineReading(msgspec.Struct, frozen=True):
         return {**asdict(self), "tiers": [tier.figures() for tier in self.tiers]}
 
     def since(self, before: EngineReading) -> EngineReading:
-        """Return the engine as it is, with what its counters have grown by since then.
+        """Return the engine's present state, with the growth of its counters since then.
 
-        All of it, if the engine has been restarted since.
+        If the engine has been restarted since, the counters are returned whole.
         """
         if before.began_s != self.began_s or len(before.tiers) != len(self.tiers):
             return self
@@ -202,7 +202,7 @@ def _read_tier(page: Page, name: str, labels: dict[str, str]) -> TierReading:
 
 
 def _states(page: Page, labels: dict[str, str]) -> Iterator[str]:
-    """Yield what of a tier is not in use."""
+    """Yield the parts of a tier that are not in use."""
     found = [
         (BreakerState(int(value)), each["work"])
         for each, value in page.series(metrics.BREAKER.name, **labels)

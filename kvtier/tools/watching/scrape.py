@@ -1,4 +1,4 @@
-"""Scrapes several servers at once: one that hangs, or drips, holds up no other."""
+"""Scrapes several servers at once: one that hangs or is slow does not delay the others."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 NO_KVTIER: Final = "it shows no metrics of kvtier: look at spec_name in its --kv-transfer-config"
 
 WAIT_S: Final = ANSWER_S_MAX + 1.0
-"""A server that is silent for ``ANSWER_S_MAX`` is told from one that sends for longer."""
+"""Longer than ``ANSWER_S_MAX``, so that a silent server and a slow one are distinguished."""
 
 
 class Scraped(NamedTuple):
-    """What was found at some addresses."""
+    """Engines found at some addresses."""
 
     engines: list[EngineReading]
-    silent: dict[str, str]  #: addresses without an engine of kvtier's, and why
+    silent: dict[str, str]  #: addresses without an engine with kvtier, and the reasons
 
 
 def scrape(urls: Sequence[str]) -> Scraped:
@@ -42,7 +42,7 @@ def scrape(urls: Sequence[str]) -> Scraped:
 def read_pages(
     urls: Sequence[str], wait_s: float
 ) -> Iterator[tuple[str, list[tuple[EngineReading, Page]] | str]]:
-    """Yield each address with its engines, and the page that they are on, or why it has none."""
+    """Yield each address with its engines and their page, or with the reason why it has none."""
     ends = time.monotonic() + wait_s
     calls = [BoundedCall(partial(_read_page, url), "kvtier-page") for url in urls]
     for url, call in zip(urls, calls, strict=True):

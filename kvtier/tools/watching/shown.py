@@ -1,4 +1,4 @@
-"""Shows readings to people: a line for each engine, a table of its tiers, and what to do."""
+"""Shows readings: a line for each engine, a table of its tiers, and advice."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NOTHING: Final = "-"
 ALL_WELL: Final = "All tiers are in use, and nothing is wrong."
 DAY_S: Final = 86_400.0
 AGE_S_MIN: Final = 600.0
-"""An engine must be as old for what it writes a day to be known."""
+"""Age of an engine from which its writes per day are shown."""
 
 RECENT_S: Final = 3600.0
-"""A fault is worth advice for so long."""
+"""Age of a fault up to which it is worth advice."""
 
 WORN_A_DAY: Final = 3.0
 """More drive writes a day than this wear most drives out within their warranty."""
@@ -40,8 +40,8 @@ def table_of(
 ) -> tuple[list[str], list[list[str]]]:
     """Return columns, and a row for each tier: at most 64 characters beside the tiers' names.
 
-    ``windows``: titles, and what the engine has done since each began. The last one holds for bytes
-    and seconds, too.
+    ``windows``: titles, and the engine's work since each began. The last one also applies to bytes
+    and seconds.
     """
     titles = (title for title, _ in windows)
     columns = ["tier", "state", "used", *titles, "in", "out", "p50", "p99", "a day"]
@@ -62,7 +62,7 @@ def table_of(
 
 
 def faults_of(engine: EngineReading) -> Iterator[str]:
-    """Yield a line for each tier that is not in use or has had faults: how often, and when last."""
+    """Yield a line for each tier that is not in use or has had faults, with counts and ages."""
     for tier in engine.tiers:
         state = [] if tier.state == IN_USE else [tier.state]
         kinds = [
@@ -93,7 +93,7 @@ def _wrong(engine: EngineReading) -> Iterator[str]:
 
 
 def _ago_s(engine: EngineReading, tier: TierReading, fault: TierFault) -> float:
-    """Return how long ago it was last counted: 0 until the engine tells, a moment after that."""
+    """Return the seconds since it was last counted: 0 until the engine reports the time."""
     return max(0.0, engine.at_s - tier.last_faults.get(fault, engine.at_s))
 
 
@@ -123,7 +123,7 @@ def _idle(engine: EngineReading) -> Iterator[str]:
 
 
 def drive_writes_a_day(engine: EngineReading, tier: TierReading) -> float | None:
-    """Return how often a day the tier's capacity is written; None if that is not known."""
+    """Return how many times a day the tier's capacity is written; None if not known."""
     if not tier.capacity_bytes or engine.age_s < AGE_S_MIN or tier is engine.tiers[0]:
         return None
     return tier.written_bytes / engine.age_s * DAY_S / tier.capacity_bytes
@@ -135,7 +135,7 @@ def _written_a_day(engine: EngineReading, tier: TierReading) -> str:
 
 
 def _in_a_word(state: str) -> str:
-    """Return a state so that it fits the table."""
+    """Return a state, shortened to fit the table."""
     worst = state.partition(", ")[0]
     return {"no": "bypassed", "trying": "trying"}.get(worst.partition(" ")[0], worst)
 

@@ -1,4 +1,4 @@
-"""Tells what an engine has done in the last minute, or hour, from readings of it."""
+"""Computes an engine's work in the last minute, or hour, from its readings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Window:
         self._readings: deque[EngineReading] = deque()  # the oldest first
 
     def add(self, now: EngineReading) -> EngineReading:
-        """Take in a reading; return what the engine has done in the window, or since the first."""
+        """Add a reading; return the engine's work in the window, or since the first reading."""
         readings = self._readings
         if not readings or now.at_s - readings[-1].at_s >= self._apart_s:
             readings.append(now)
