@@ -19,7 +19,7 @@ PRIMARY: Final = -1
 
 
 class EventKind(IntEnum):
-    """What happened to the keys of an event."""
+    """Change of the keys of an event."""
 
     STORED = 0
     REMOVED = 1
@@ -45,15 +45,15 @@ class EventLog:
         self._told: set[Key] | None = None
 
     def tell_once(self) -> None:
-        """Report only changes from now on: for a tier that is asked the same again and again.
+        """Report only changes from now on: for a tier that is queried repeatedly.
 
-        The keys it has are remembered for that, some 100 bytes a key.
+        For that it remembers the tier's keys, some 100 bytes a key.
         """
         if self.collects and self._told is None:
             self._told = set()
 
     def add(self, kind: EventKind, keys: Sequence[Key] = ()) -> None:
-        """Note what happened to ``keys``."""
+        """Note a change of ``keys``."""
         if not self.collects:
             return
         if self._told is not None:

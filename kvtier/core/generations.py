@@ -1,4 +1,4 @@
-"""Tracks generations: which weights a block of KV data belongs to, and its mark in tiers.
+"""Tracks generations: the weights that a block of KV data belongs to, and its mark in tiers.
 
 KV data is only valid with the weights that it was computed with. An engine
 begins in generation 0: the weights that it has loaded. A

@@ -17,7 +17,7 @@ from kvtier.plugin_api.deadlines import NEVER
 from kvtier.plugin_api.keys import Key, RequestId, TierSet  # noqa: TC001 - as above
 
 SPREADS: Final = 3.0
-"""A load that takes so many spreads longer than expected counts as stalled."""
+"""Number of spreads beyond the expected time after which a load counts as stalled."""
 
 # --- values ---
 
@@ -45,13 +45,13 @@ class LoadCost(NamedTuple):
     spread: float  #: its recent error, as a share of the estimate
 
     def seconds(self, blocks: int) -> float:
-        """Return how long a load of so many blocks takes, if it is sent now."""
+        """Return the time that a load of ``blocks`` takes, if it is sent now."""
         if not blocks:
             return 0.0
         return self.latency_s + self.block_s * (self.outstanding + blocks)
 
     def patience_s(self, blocks: int, least_s: float, most_s: float) -> float:
-        """Return how long to wait for so many blocks: until they are stalled, within limits.
+        """Return how long to wait for ``blocks``: until they are stalled, within limits.
 
         ``least_s`` for blocks that are not expected within ``most_s``.
         """
@@ -87,18 +87,19 @@ class GroupKeys(NamedTuple):
 
 
 class Lookup(Message, frozen=True, gc=False):
-    """Where is this block? Answered with a BlockState."""
+    """Look up this block. The reply is its BlockState."""
 
     key: Key
     request: RequestId
 
 
 class LookupPrefix(Message, frozen=True, gc=False):
-    """Where are these blocks? Answered with their BlockStates, from the first on.
+    """Look up these blocks. The reply has their BlockStates, from the first on.
 
-    Maybe fewer: the first ABSENT is the last; a key that needs an eviction must be looked up alone.
+    It may have fewer: the first ABSENT is the last; a key that needs an eviction must be looked up
+    alone.
     With ``place``, the lookup decides how many of the tiers' blocks to load; the rest are ABSENT.
-    ``now`` is set with it: the last Tick may be as old as a step of the engine.
+    ``now`` is set with it, since the last Tick may be as old as a step of the engine.
     """
 
     keys: tuple[Key, ...]
@@ -177,7 +178,7 @@ class PromoteKeys(Message, frozen=True, gc=False):
 
 
 class AskStored(Message, frozen=True, gc=False):
-    """Does the tier have these? Answered with key → True, False, or None while it stores them."""
+    """Look these up in the tier. The reply: key → True, False, or None while it stores them."""
 
     keys: tuple[Key, ...]
     tier: int
@@ -190,13 +191,13 @@ class Discard(Message, frozen=True, gc=False):
 
 
 class LoadSources(Message, frozen=True, gc=False):
-    """Which blocks of this request did tiers deliver? Answered with key → the tier's number."""
+    """Get the blocks of this request that tiers delivered. The reply: key → the tier's number."""
 
     request: RequestId
 
 
 class AskReport(Message, frozen=True, gc=False):
-    """What have tiers done for this request? Answered with a ``RequestReport``, or None."""
+    """Get the tiers' work for this request. The reply: a ``RequestReport``, or None."""
 
     request: RequestId
 
@@ -262,7 +263,7 @@ class ChooseVictims(Message, frozen=True, gc=False):
 
 
 class Victims(Message, frozen=True, gc=False):
-    """The policy has forgotten these keys, tails before heads. Fewer than asked: it has no more."""
+    """The policy has forgotten these keys, tails before heads. If too few: it has no more."""
 
     keys: tuple[Key, ...]
 
@@ -294,10 +295,10 @@ class Cleared(Message, frozen=True, gc=False):
 
 
 class ProbeKeys(Message, frozen=True, gc=False):
-    """Look up whether the tier has these, head to tail. Answered with ProbeEnded, in batches.
+    """Look these up in the tier, head to tail. Answered with ProbeEnded, in batches.
 
-    ``request``: the one it is for, if lookups are request-scoped. ``asker``: the
-    one that asked first. ``in_order``: no key is of use to it behind a missing one.
+    ``request``: the one it is for, if lookups are request-scoped. ``asker``: the first request that
+    needs the result. ``in_order``: keys behind a missing one are of no use to it.
     """
 
     keys: tuple[Key, ...]
@@ -307,7 +308,7 @@ class ProbeKeys(Message, frozen=True, gc=False):
 
 
 class ProbesWithdrawn(Message, frozen=True, gc=False):
-    """The tier was not probed for these: no request waited for the answer any more."""
+    """The tier was not probed for these, because no request waited for the result any more."""
 
     tier: int
     keys: tuple[Key, ...]
@@ -323,14 +324,14 @@ class ProbeEnded(Message, frozen=True, gc=False):
 
 
 class TierBypassed(Message, frozen=True, gc=False):
-    """The link gives its tier no loads, or stores, or again, whatever the tier's health is."""
+    """The link begins or stops sending its tier loads, or stores, whatever the tier's health."""
 
     stores: bool  #: or loads, with their probes
     is_bypassed: bool
 
 
 class TierUsable(Message, frozen=True, gc=False):
-    """Whether to probe the tier for blocks now, and whether it ``answers`` if it has one."""
+    """Whether to probe the tier for blocks now, and whether it ``answers`` for those it has."""
 
     tier: int
     usable: bool
@@ -368,7 +369,7 @@ NoticeLevel: TypeAlias = Literal["info", "warning"]
 
 
 class Notice(Message, frozen=True, gc=False):
-    """Something an operator should read, once. Any actor → its cell's log."""
+    """A line for operators, logged once. Any actor → its cell's log."""
 
     event: str
     tier: str
@@ -394,7 +395,7 @@ class RequestStarted(Message, frozen=True, gc=False):
 
 
 class RequestFinished(Message, frozen=True, gc=False):
-    """A request asks for nothing more. ``order``: all its keys, head to tail, if known."""
+    """A request is over. ``order``: all its keys, head to tail, if known."""
 
     request: RequestId
     order: tuple[Key, ...] | None
@@ -419,7 +420,7 @@ class StepComputed(Message, frozen=True, gc=False):
 
 
 class Survey(Lookup, frozen=True, gc=False):
-    """Where is this block? FILLING if a tier has it; the lookup alone does not promote it."""
+    """Look up this block: FILLING if a tier has it; the lookup alone does not promote it."""
 
 
 class ReservePrefix(Message, frozen=True, gc=False):
@@ -437,8 +438,8 @@ class ReservePrefix(Message, frozen=True, gc=False):
 class Promote(Message, frozen=True, gc=False):
     """Load these blocks, all for one request, into these slots.
 
-    ``patience_s``: the request computes them instead after so long, or as long as the load should
-    take given the tier's other work, if that is no longer than ``patience_max_s``.
+    ``patience_s``: time after which the request computes them instead; or the time that the load
+    should take given the tier's other work, if that is at most ``patience_max_s``.
     """
 
     keys: tuple[Key, ...]
@@ -462,8 +463,8 @@ class PromotionEnded(Message, frozen=True, gc=False):
 class Withdraw(Message, frozen=True, gc=False):
     """This request, or any (None), needs nothing more from tiers.
 
-    Anything not sent yet is not sent: answered with PromotionWithdrawn and ProbesWithdrawn.
-    ``unwanted``: keys that it asked tiers for, and that no other request waits for.
+    Unsent work is dropped: answered with PromotionWithdrawn and ProbesWithdrawn. ``unwanted``: keys
+    that it requested from tiers, and that no other request waits for.
     """
 
     request: RequestId | None
@@ -576,7 +577,7 @@ class CascadeDeferred(Message, frozen=True, gc=False):
 
 
 class StoresWanted(Message, frozen=True, gc=False):
-    """The tier has room for so many deferred blocks. Answered with StoresOffered."""
+    """The tier has room for this many deferred blocks. Answered with StoresOffered."""
 
     tier: int
     blocks: int
@@ -593,19 +594,19 @@ class StoresOffered(Message, frozen=True, gc=False):
 
 
 class TierIsBounded(Message, frozen=True, gc=False):
-    """The tier evicts blocks by itself, so as to hold so many. Link → primary tier."""
+    """The tier evicts by itself, and holds this many blocks. Link → primary tier."""
 
     tier: int
     capacity_blocks: int
 
 
 class StoresLost(Message, frozen=True, gc=False):
-    """So many deferred blocks have left host memory. Primary tier → link."""
+    """This many deferred blocks have left host memory. Primary tier → link."""
 
     blocks: int
 
 
 class TierIsRequestScoped(Message, frozen=True, gc=False):
-    """The tier serves requests that have parameters for it, and no others. Link → primary tier."""
+    """The tier serves only requests that have parameters for it. Link → primary tier."""
 
     tier: int

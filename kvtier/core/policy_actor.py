@@ -4,8 +4,8 @@ Its host is the owner of the blocks: the primary tier in the engine cell, or a
 secondary tier in its own. Only ``ChooseVictims`` is answered.
 
 A policy may be third-party code. One that raises, or whose victims are unusable for
-the host, is replaced by a fallback, ``lru``: a tier that can't evict any more would store
-nothing for as long as its engine lives.
+the host, is replaced by a fallback, ``lru``: a tier that can't evict any more would store nothing
+until its engine ends.
 The host is asked for the resident keys. Until it answers, its earlier messages
 are ignored, since the answer includes their effect; only requests for
 victims are kept.
@@ -38,11 +38,11 @@ POLICY_TIME_S: Final = 1.0
 """Shortest interval between two reports of the time to a policy."""
 
 RUN_KEYS: Final = 64
-"""A policy that takes over is given runs of so many keys, each as if of one request."""
+"""Keys in one run of those that a new policy gets, each run as if of one request."""
 
 
 TICKS_WITHOUT_MEMORY: Final = 60
-"""A policy that lacked memory returns after so many ``Tick``s: a minute of use at least."""
+"""Number of ``Tick``s after which a policy that lacked memory is tried again: a minute of use."""
 
 
 def new_policy(tier: str, message: wire.PolicyBroke | wire.PolicyReturned) -> m.Notice:
@@ -153,7 +153,7 @@ class PolicyActor(Actor):
         self.handlers.update(guarded({m.Residents: lambda x: self._residents(x, guarded)}))
 
     def _residents(self, message: m.Residents, guarded: Callable[[_Calls], _Calls]) -> None:
-        # Their requests are no longer known. Keys that came together mostly stand together.
+        # Their requests are no longer known. Keys that arrived together are mostly neighbours.
         for start in range(0, len(message.keys), RUN_KEYS):
             self.policy.admit(message.keys[start : start + RUN_KEYS], "", held=False)
             self.policy.end_request("", None)

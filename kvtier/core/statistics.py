@@ -130,7 +130,7 @@ class RequestReport(msgspec.Struct, frozen=True):
 
     loaded_tokens: Mapping[int, int]  #: by source
     waited_s: float  #: for tiers
-    missed: tuple[int, AbsenceReason] | None  #: source and reason, where its stored prefix ended
+    missed: tuple[int, AbsenceReason] | None  #: source and reason of the end of its stored prefix
 
 
 class SourceCounts(Counts):
@@ -286,8 +286,8 @@ class TierSpeed(msgspec.Struct, frozen=True):
     latency_s: float  #: also 0 while it can't be separated from the time per block
     bytes_per_s: float  #: 0 for probes, and if only the latency shows
     answers_per_s: float  #: of probes, in blocks; 0 for others
-    spread: float  #: how far off the estimate was, as a share of it
-    window: int  #: how many blocks, or keys, it is given at once
+    spread: float  #: error of the estimate, as a share of it
+    window: int  #: the most blocks, or keys, sent to it at once
 
 
 class TierStatistics(msgspec.Struct, frozen=True):
@@ -346,7 +346,7 @@ class Statistics(msgspec.Struct, frozen=True):
     faults: int  #: handlers that raised
 
     def counters(self) -> dict[str, int | float]:
-        """Return all counters that only grow, by name: later snapshots never have less of any."""
+        """Return all counters that only grow, by name: no later snapshot has a lower one."""
         counters: dict[str, int | float] = {"faults": self.faults}
         counters.update((f"primary {name}", n) for name, n in asdict(self.primary.counts).items())
         for number, source in enumerate(self.primary.sources):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendTraits
 
 ABANDON_S: Final = 1.0
-"""Time reserved at the end of closing, once running work is given up."""
+"""Time reserved at the end of closing, after running work is abandoned."""
 
 
 class TierHost(Protocol):
@@ -36,7 +36,7 @@ class TierHost(Protocol):
         """Set what counts the lost blocks, for the line that the tier is back. Before ``start``."""
 
     def start(self) -> None:
-        """Have the backend opened and messages delivered. Does not wait for that.
+        """Begin to open the backend and to deliver messages. Does not wait for that.
 
         Without a backend: notify the link, and try to make one until that works.
         """
@@ -48,16 +48,16 @@ class TierHost(Protocol):
         """
 
     def wake(self) -> None:
-        """Have the posted messages delivered. Never waits; done once a step."""
+        """Deliver the posted messages. Never waits; called once a step."""
 
     def poll(self) -> None:
-        """Give the link the tier's messages, if they don't arrive by themselves. Never waits."""
+        """Pass the tier's messages to the link, if they don't arrive by themselves. Never waits."""
 
     def ask_to_end(self) -> None:
-        """Take nothing more, end the running work, then end. Returns at once."""
+        """Accept no more messages, end the running work, then end. Returns at once."""
 
     def wait_until_ended(self, timeout_s: float) -> bool:
-        """Wait at most so long for a tier that was asked to end.
+        """Wait at most ``timeout_s`` for a tier that was told to end.
 
         Return False if a thread of the tier may still touch the slots: they must stay mapped.
         """
@@ -73,8 +73,8 @@ class TierHost(Protocol):
 def close_tiers(tiers: Sequence[TierHost], timeout_s: float) -> list[bool]:
     """End tiers side by side, within ``timeout_s``. Return whether each of them has ended.
 
-    Running work may take all of the time except the last ``ABANDON_S``, or the last half of it,
-    which no tier can take from another; then it is given up.
+    Running work may take all of the time except the last ``ABANDON_S``, or the last half if that is
+    shorter, so that every tier has its share; then it is abandoned.
     """
     deadline_s = time.monotonic() + timeout_s
     for tier in tiers:

@@ -8,7 +8,7 @@ the order of ``secondary_tiers``; a set of tiers is an int, one bit a tier.
 
 What happens when a mailbox is full
 -----------------------------------
-Mailboxes inside one cell are run to quiescence before the facade's call
+Mailboxes within one cell are run to quiescence before the facade's call
 returns, so they can't fill up. Between cells:
 
 =====================  ====================================================
@@ -49,11 +49,10 @@ class Message(msgspec.Struct, frozen=True, gc=False, tag=True, array_like=True):
 
 
 # --- to a tier ---
-#
-# Whatever names blocks carries the mark of their generation, so that no order of
-# messages, and no restart, can make the blocks of one generation those of another; and the
-# epoch in which that generation began (``since``): an engine may go back to one that has a name.
-# ``deadline``: when no request waits for the answer any more. It and ``at`` are converted if the
+# Messages with keys carry the mark of their generation, so that no order of messages, and no
+# restart, can mix blocks of two generations; and the epoch in which that generation began
+# (``since``), since an engine may go back to a generation with a name. ``deadline``: the time after
+# which no request waits for the reply. It and ``at`` are converted if the
 # engine's clock is not the machine's (``kvtier/hosts/machine_time.py``).
 
 
@@ -68,7 +67,7 @@ class GenerationBegan(Message, frozen=True, gc=False):
 
 
 class Probe(Message, frozen=True, gc=False):
-    """Look up whether the tier has these. Answered with ProbeAnswer."""
+    """Look these up in the tier. Answered with ProbeAnswer."""
 
     probe: int
     keys: tuple[Key, ...]
@@ -128,7 +127,7 @@ class Tick(Message, frozen=True, gc=False):
 class RequestOpened(Message, frozen=True, gc=False):
     """A request runs that has ``params`` (MessagePack) for request-scoped tiers.
 
-    Sent before all else of the request. ``peer``: as in RequestStarted.
+    Sent before all other messages of the request. ``peer``: as in RequestStarted.
     """
 
     request: RequestId
@@ -153,7 +152,7 @@ class PrefixHits(Message, frozen=True, gc=False):
 
 
 class BlocksMissing(Message, frozen=True, gc=False):
-    """These will not come for ``request``. Goes the way back, to the backend."""
+    """These will not be sent for ``request``. Primary tier → link → tier → backend."""
 
     request: RequestId
     keys: tuple[Key, ...]
@@ -196,8 +195,8 @@ class PresenceChanged(Message, frozen=True, gc=False):
 class BlocksWanted(Message, frozen=True, gc=False):
     """A backend wants these for ``request``, one of its own. Tier → link → primary tier.
 
-    READY blocks come as a StoreJob of that request, so that they stay while they are read; the
-    others come as BlocksMissing. ``since``: the epoch in which the keys' generation began.
+    READY blocks are sent as a StoreJob of that request, so that they stay while they are read; the
+    others as BlocksMissing. ``since``: the epoch in which the keys' generation began.
     """
 
     request: RequestId
@@ -243,7 +242,7 @@ class TierBroke(Message, frozen=True, gc=False):
 
 
 class TierNotRun(Message, frozen=True, gc=False):
-    """For so long, recently, the tier's process was runnable but the machine ran others."""
+    """The recent time for which the tier's process was runnable but the machine ran others."""
 
     seconds: float
 

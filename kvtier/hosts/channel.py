@@ -4,9 +4,9 @@ Posted messages go out with the next ``flush``, as one frame: its length in
 four bytes, then the messages in MessagePack. Nothing here ever waits except
 ``wait``: bytes that the socket doesn't take stay until the next flush.
 
-The scheduler checks several times a step whether something has come, and mostly
-nothing has. Asking the kernel takes 3 to 15 us, so the tier's end counts its
-sends in a word of memory that both processes map, and the engine's end reads it.
+The scheduler checks several times a step for messages, and usually there are none. A system call
+takes 3 to 15 us, so the tier's end counts its sends in a word of memory that both processes map,
+and the engine's end reads that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Fields: TypeAlias = dict[str, str | int | float | bool | None]
 _LENGTH: Final = struct.Struct("<I")
 _RECEIVE_BYTES: Final = 1 << 16
 DRAIN_BYTES_MAX: Final = 1 << 18
-"""``drain`` reads at most so much: about 6,000 keys, a millisecond."""
+"""Most bytes that ``drain`` reads: about 6,000 keys, a millisecond."""
 
 FRAME_MESSAGES_MAX: Final = 16
 """More messages in a frame save nothing, and a frame is decoded as a whole."""
@@ -189,7 +189,7 @@ class Channel(Generic[T]):
         return self._end.fileno()
 
     def post(self, message: wire.Message) -> None:
-        """Have the message sent with the next ``flush``."""
+        """Queue the message for the next ``flush``."""
         self._posted.append(message)
 
     @property
@@ -199,7 +199,7 @@ class Channel(Generic[T]):
 
     @property
     def has_news(self) -> bool:
-        """Whether something may have come: without a system call, if the other end counts."""
+        """Whether there may be messages: without a system call, if the other end counts."""
         return self._is_cut_short or self._watched is None or self._watched.has_grown()
 
     @property
@@ -267,7 +267,7 @@ class Channel(Generic[T]):
         return messages
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until something has come. Return False if nothing came in that time."""
+        """Wait for messages. Return False if none arrived in that time."""
         poll = select.poll()  # unlike select, it takes any descriptor
         poll.register(self._end, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000))

@@ -1,10 +1,10 @@
 """Defines the life of a tier's host, as a table that both kinds of host move by.
 
-What the machine is for: a backend's thread may hang in the kernel with a slot in its hands, and
-neither a thread nor a process in such a call can be ended. So that a tier has broken, that nothing
-of it can touch a slot any more, and that a new cell serves are three events, possibly hours apart.
+Purpose of the machine: a backend's thread may hang in the kernel while it holds a slot, and neither
+a thread nor a process in such a call can be ended. So three events are separate, possibly by hours:
+a tier breaks; nothing of it can touch a slot any more; a new cell serves.
 
-How it couples with others: the link disables the tier's breakers when it breaks (``TierBroke``),
+Coupling with others: the link disables the tier's breakers when it breaks (``TierBroke``),
 takes back every slot once it is fenced (``TierFenced``), and trusts it again when a new cell serves
 (``TierRestarted``).
 
@@ -14,8 +14,8 @@ broken one may still read or write slots. Once none can (the tier is *fenced*), 
 backend is made, and a new cell opens it.
 
 Not in the table: a host moves on ``FENCED`` when no thread of the broken cell can touch
-a slot, and never because time has passed. A failed attempt at a new cell counts as a
-cell that broke. A host that is asked to end does so in any state.
+a slot, and never because time has passed. A failed attempt at a new cell counts as a cell that
+broke. A host can be told to end in any state.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 A tier counts on ``time.monotonic``, which all processes of a machine share. So does an engine,
 and then nothing here runs. A replay's clock skips time, and a soak's leaps: such an engine counts
-on its own clock, but its tiers, which need real time, on the machine's. The converted value
-is how far a time is from now, when its message crosses. The clock may skip before and after.
+on its own clock, but its tiers, which need real time, on the machine's. The conversion keeps the
+distance from now at the moment when the message crosses. The clock may skip before and after.
 
-Not in ``time_left_s``, which would need the engine's clock in another process; not in the link,
-whose actor reads no clock.
+It is not in ``time_left_s``, which would need the engine's clock in another process, nor in the
+link, whose actor reads no clock.
 """
 
 from __future__ import annotations

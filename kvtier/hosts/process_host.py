@@ -63,12 +63,12 @@ if TYPE_CHECKING:
 
 OPEN_TIMEOUT_S: Final = 600.0
 KILL_S: Final = 0.5
-"""A killed process that is not gone by then is in a call that can't be interrupted."""
+"""Time after which a killed process that still exists is in an uninterruptible call."""
 
 LOOK_S: Final = 0.25
-"""How long a process owes an answer before the kernel is asked whether it is run, and how often.
+"""Time without a reply after which the kernel is queried for run delays, and the interval.
 
-The scheduler's thread asks, which takes a while for each thread (``RunDelays``): so it skips
+The scheduler's thread queries it, which takes a while for each thread (``RunDelays``), so it skips
 processes that respond.
 """
 
@@ -76,13 +76,13 @@ OUT_OF_MEMORY: Final = (
     ", as the kernel does when memory runs out. A container's memory limit has to cover "
     "cpu_bytes_to_use and the tiers' processes, in addition to vLLM's own memory"
 )
-"""What a SIGKILL usually means in a container. The kernel tells only its own log."""
+"""Usual meaning of a SIGKILL in a container; only the kernel's own log has the reason."""
 
 _CLOSE_POLL_S: Final = 0.01
 _START_POLL_S: Final = 0.1
 
 OWED_FOR: Final = (wire.Probe, wire.LoadJob, wire.StoreJob)
-"""The messages that a tier answers, once each."""
+"""The messages to which a tier replies, once each."""
 
 _PROGRAM: Final = (
     "import sys; sys.path[:] = sys.argv[6:]; "
@@ -91,7 +91,7 @@ _PROGRAM: Final = (
 
 
 class Silence:
-    """A period in which a process owes an answer, and gives none."""
+    """A period in which a process owes a reply, and sends none."""
 
     def __init__(self) -> None:
         self._since_s = time.monotonic()
@@ -163,7 +163,8 @@ class TierProcess(TierHost):
 
     def cpu_seconds(self) -> float:
         """Return the processor time of the process so far. For benchmarks."""
-        # Linux makes a process's clock out of its number (clock_getcpuclockid, which Python lacks).
+        # Linux computes a process's clock id from its pid (clock_getcpuclockid, which Python
+        # lacks).
         assert self._child is not None, "no process"
         return time.clock_gettime(~self._child.process.pid << 3 | 2)
 
@@ -289,7 +290,7 @@ class TierProcess(TierHost):
     # --- the watcher's thread ---
 
     def _watch(self) -> None:
-        """Wait for the process to end, and start another, until the tier is to end."""
+        """Wait for the process to end, and start another one, until the tier is to end."""
         while True:
             if self._child is not None:
                 self._pause.opened()

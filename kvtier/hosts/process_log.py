@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def send_log_to(say: Say) -> None:
-    """Have ``say`` called with level, event and fields of each line. From any thread."""
+    """Call ``say`` with level, event and fields of each line. From any thread."""
 
     def pass_on(
         _logger: object, level: str, fields: MutableMapping[str, Any]

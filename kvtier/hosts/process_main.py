@@ -1,10 +1,9 @@
 """Runs in a tier's own process: one life of its cell.
 
 The engine's side is ``kvtier/hosts/process_host.py``. The process makes the backend,
-reports that, and waits for ``Begin``. It ends when it is asked to, when its
-cell breaks, or when the engine's process is gone: it never outlives that, and
-never restarts; its engine starts another process instead. So a cell that
-broke takes everything with it that might still touch a slot.
+reports that, and waits for ``Begin``. It ends when told to, when its cell breaks, or when the
+engine's process is gone. It never outlives that, and never restarts: its engine starts another
+process instead. So a broken cell takes with it everything that might still touch a slot.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ if TYPE_CHECKING:
 LAST_WORDS_S: Final = 1.0
 
 SWITCH_INTERVAL_S: Final = 1e-4
-"""How long the event loop may keep the I/O threads from a call that it has given them.
+"""How long the event loop may keep the GIL from I/O threads that have a call to make.
 
-Python's own 5 ms are longer than a disk takes for one call's work: the disk would be idle.
+Python's own 5 ms are longer than a disk takes for one call, so the disk would be idle.
 """
 
 

@@ -1,10 +1,9 @@
-"""Decides how long a host waits after a broken life of its tier, before it begins the next.
+"""Decides how long a host waits after a broken life of its tier before it begins the next.
 
-The first pause is short, since most lives break for a reason that is over: a
-process that was killed, a filesystem that was away for a moment. Each further
-life that breaks soon doubles the pause, so that a tier that can't live costs
-little; the longest is still short enough to wait out. A life that was well for
-a while resets to the first pause, however many broke before it.
+The first pause is short, since most lives break for a temporary reason: a process was killed, or a
+filesystem was unavailable for a moment. Each further life that breaks soon doubles the pause, so
+that a tier that can't run costs little; the longest is still short enough to wait for. A life that
+lasted for a while resets the pause, however many broke before it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ WAIT_FRACTION: Final = 0.75
 """Share of ``start_timeout_s`` that a process may wait for a place that another engine uses."""
 
 WELL_S: Final = 10.0
-"""A life was well if its backend was open for so long."""
+"""Time for which a backend must have been open to reset the pause."""
 
 
 class RestartPause:

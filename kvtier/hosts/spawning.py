@@ -1,10 +1,9 @@
 """Starts processes that end with the engine's process, in whatever state they are.
 
-A tier's process watches the engine's and ends with it. A stopped process can't
-watch anything; so the kernel is asked to kill it then (``PR_SET_PDEATHSIG``).
-To the kernel, the parent is a thread: it sends the signal when the thread that started
-the process ends, even if its other threads live on. So one thread
-starts them all, and ends only with its process.
+A tier's process watches the engine's and ends with it. A stopped process can't watch anything, so
+the kernel is asked to kill it (``PR_SET_PDEATHSIG``). For the kernel the parent is a thread: it
+sends the signal when the thread that started the process ends, even if other threads of its process
+continue. So one thread starts them all, and ends only with its process.
 """
 
 from __future__ import annotations

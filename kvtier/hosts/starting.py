@@ -25,7 +25,7 @@ REMEDY: Final = (
 
 
 class Opening:
-    """Logs that a tier can be used, at the start and at each return, and that it can't be used.
+    """Logs that a tier can be used, at the start and at each return, or that it can't.
 
     The link is notified of the start too. Its owner lets one thread at a time call it.
     """
@@ -52,7 +52,7 @@ class Opening:
         self._link.post(wire.TierFenced())
 
     def broke(self, reason: str, retry_s: float, *, is_news: bool) -> None:
-        """Log that the tier can't be used, or, if the reason is news, why it still can't.
+        """Log that the tier can't be used, or, if the reason is new, why it still can't.
 
         ``retry_s``: the pause before it is tried again, once nothing of it runs.
         """

@@ -1,1 +1,1 @@
-"""Records what an engine was asked, in a file that ``kvtier replay`` and ``kvtier size`` read."""
+"""Records an engine's requests in a file that ``kvtier replay`` and ``kvtier size`` read."""

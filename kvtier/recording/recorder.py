@@ -1,14 +1,14 @@
 """Writes one line per request to a compressed file, without making the scheduler wait.
 
 The scheduler's thread appends one small tuple per request to a bounded queue. A daemon thread
-encodes what has come, compresses it to one zstd frame, and appends that to the file: each frame
-begins with the header line, so files can be cut or put together at any frame. A full queue, or a
+encodes the queue, compresses it to one zstd frame, and appends that to the file: each frame begins
+with the header line, so files can be cut or joined at any frame. A full queue, or a
 medium that fails or hangs, drops records: they are counted, and that is logged once.
 
-The file is opened anew for each frame, about once a second, since somebody may have moved the last
-one away. A frame that was written only in part is cut off again, since nothing behind it could be
-read. Two engines would do so with each other's frames, and move away each other's files: so the
-file at the path is locked for as long as an engine records to it.
+The file is opened again for each frame, about once a second, since the last one may have been moved
+away. A frame that was written only in part is cut off again, since nothing behind it could be read.
+Two engines would cut off each other's frames, and move each other's files away, so the file at the
+path is locked for as long as an engine records to it.
 
 Keys are hashes of a whole prefix; the file has their first 64 bits. It has no tokens and no text.
 """
@@ -58,17 +58,17 @@ class Record(NamedTuple):
     output_tokens: int
     gpu_tokens: int  #: found in the engine's own prefix cache
     loaded: Sequence[bytes]  #: keys whose blocks the GPU loaded
-    sources: Mapping[bytes, int]  #: of these: from which tier; the others from the primary tier
+    sources: Mapping[bytes, int]  #: their secondary tiers; others are from the primary
     keys: Iterable[bytes]  #: of the prompt, head to tail; more may follow
 
 
 class Happened(NamedTuple):
-    """Something besides requests that changes what they find."""
+    """An event that changes the hits of requests."""
 
     at_s: float  #: since 1970
     kind: EventKind
-    tier: int | None = None  #: which secondary tier; of a reset: none
-    work: TierWork | None = None  #: that the tier does not do, or does again
+    tier: int | None = None  #: number of a secondary tier; None for a reset
+    work: TierWork | None = None  #: the work that the tier stops doing, or does again
 
 
 class Recorder:
@@ -138,11 +138,11 @@ class Recorder:
         self._queue.append((record, key_count))
 
     def begin_to_close(self) -> None:
-        """Have what is queued written now. Returns at once; nothing may be added any more."""
+        """Write the queue now. Returns at once; nothing may be added any more."""
         self._stops.set()
 
     def close(self, timeout_s: float) -> None:
-        """Wait until it is written; a medium that hangs is left behind after ``timeout_s``."""
+        """Wait until it is written, for ``timeout_s`` at most, as the medium may hang."""
         self.begin_to_close()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)

@@ -1,7 +1,7 @@
-"""Stops a backend's threads in the midst of a call, at a place that the check chooses.
+"""Stops a backend's threads in the middle of a call, at a place that the check chooses.
 
-So a check needs no storage that hangs, and its result does not depend on how
-fast threads are: storage that hangs is a thread that does not go on.
+So a check needs no storage that hangs, and its result does not depend on the speed of threads: a
+stopped thread simulates storage that hangs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from types import FrameType
 
 STOPPED_S_MAX: Final = 5.0
-"""A thread may have been stopped with a lock that the event loop needs. Then it goes on by itself,
-and the check looks no further."""
+"""Time after which a stopped thread continues by itself, in case it holds a lock that the event
+loop needs; the check then ends."""
 
 ALONE_LOOKS_MAX: Final = 1000
 ALONE_LOOK_S: Final = 0.001
-"""How often, and how long each time, to wait while a thread runs by itself."""
+"""Number and length of waits while a thread runs by itself."""
 
 WAITING_CALLS: Final = frozenset({"get", "acquire", "wait", "select", "poll", "recv", "accept"})
 """Functions in C in which a thread waits for work."""
@@ -50,7 +50,7 @@ class StoppedThreads:
         self.go_on()
 
     def stop_after(self, events: int) -> None:
-        """Stop each thread at its next call or return, after so many of all threads together."""
+        """Stop each thread at its next call or return, after ``count`` of all threads together."""
         with self._lock:
             self._waiting_in.clear()
             self._events_left = events
@@ -65,7 +65,7 @@ class StoppedThreads:
     def go_on_alone(self, until: Callable[[], bool]) -> None:
         """Let all threads run while the caller waits, until ``until()`` or they wait for work.
 
-        The caller is the event loop: work that needs it does not go on.
+        The caller is the event loop: work that needs it does not continue.
         """
         self.go_on()
         for _ in range(ALONE_LOOKS_MAX):
@@ -80,7 +80,7 @@ class StoppedThreads:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether a thread went on by itself: its state meanwhile is then unknown."""
+        """Whether a thread continued by itself: its state is then unknown."""
         return self._has_given_up
 
     def _idle(self) -> set[int]:

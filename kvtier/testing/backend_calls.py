@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     StartCall = Callable[[], Coroutine[Any, Any, None]]
 
 PASSES_MAX: Final = 1000
-"""How many passes of the event loop until a cancelled call must have ended. It needs a few."""
+"""Passes of the event loop within which a cancelled call must end. It needs a few."""
 CANCELLED_AFTER: Final = (*range(100), *range(100, PASSES_MAX, 10))
-"""A call is cancelled after so many passes. A call that runs longer waits for something."""
+"""Passes after which a call is cancelled. A call that runs longer waits for something."""
 STOPS_MAX: Final = 400
-"""At most so many places at which a thread is stopped, one after the other."""
+"""Most places at which a thread is stopped, one after the other."""
 STALL_S_MAX: Final = 0.1
 STALLS_MAX: Final = 10
 """Pauses that the suite's clock can't distinguish from a blocking call (garbage collection, a host
@@ -106,7 +106,7 @@ async def busy_threads_counts_who_may_touch_a_buffer(make: MakeBackend) -> None:
 
 
 async def no_call_blocks_the_event_loop(make: MakeBackend) -> None:
-    """While a call waits for its storage, the event loop goes on: other calls are on it."""
+    """While a call waits for its storage, the event loop continues, as other calls need it."""
     async with opened(make) as bench:
         for name, call in _calls_of(bench).items():
             stalls: list[float] = []
@@ -148,7 +148,7 @@ def _calls_of(bench: Bench) -> dict[str, StartCall]:
 
 
 async def _ends_if_cancelled_after(passes: int, name: str, call: StartCall) -> bool:
-    """Cancel a call after so many passes of the loop. Return False if it had ended by then."""
+    """Cancel a call after ``passes`` of the loop. Return False if it had ended by then."""
     task = asyncio.create_task(call())
     for _ in range(passes + 1):
         await anyio.lowlevel.checkpoint()

@@ -7,8 +7,8 @@ For the author of a policy::
         check(MyPolicy)
 
 or, all at once, ``check_policy(MyPolicy)``. Each check builds policies of its
-own. They don't judge which block is the right one to drop: any policy
-that keeps its books passes. They need Hypothesis.
+own. They don't judge a policy's choices: any policy with correct records passes. They need
+Hypothesis.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PolicyCheck = Callable[[MakePolicy], None]
 """One check: raises ``AssertionError``, which names the broken promise."""
 
 KEYS_KEPT_MAX: Final = 10
-"""How many keys a policy may keep, evicted ones included, in units of its capacity."""
+"""Most keys that a policy may keep, evicted ones included, in units of its capacity."""
 CAPACITY: Final = 64
 EXAMPLES: Final = 300
 

@@ -49,7 +49,7 @@ class FaultyServer(Protocol):
         """Start it again at the same address, and return once it responds."""
 
     def stop(self) -> None:
-        """Let it hang (``SIGSTOP``): connections to it stay open, and nothing is answered."""
+        """Let it hang (``SIGSTOP``): connections to it stay open, but get no response."""
 
     def go_on(self) -> None:
         """Let it respond again (``SIGCONT``), also to requests sent meanwhile."""
@@ -60,7 +60,7 @@ class ServerFault(Enum):
 
     KILLED = "killed"  #: and started again, with the blocks that it has kept, if any
     EMPTIED = "restarted empty"  #: killed, and started again without a block
-    STOPPED = "stopped"  #: and let go on, with all its blocks
+    STOPPED = "stopped"  #: and continued, with all its blocks
 
 
 async def check_server_fault(make: MakeBackend, server: FaultyServer, fault: ServerFault) -> None:
@@ -167,5 +167,5 @@ async def _load(bench: Bench, blocks: Sequence[Block], *, slot: int) -> Sequence
 
 
 async def _pause() -> None:
-    """Give the server and the backend time for work that they don't report."""
+    """Wait for work of the server and the backend that they don't report."""
     await anyio.sleep(_POLL_S)

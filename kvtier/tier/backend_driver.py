@@ -50,8 +50,8 @@ FREE_DIGEST_BYTES_MIN: Final = 256 << 10
 
 CONTENTS_A_PAUSE: Final = 512
 CONTENTS_PAUSE_S: Final = 0.002
-"""So many blocks found at the start are announced at a time: a million in some seconds. Lost
-blocks are announced in messages of as many."""
+"""Blocks in one announcement, of those found at the start (a million take some seconds) and of lost
+ones."""
 
 COUNTERS_MAX: Final = 500
 COUNT_MAX: Final = 2**63

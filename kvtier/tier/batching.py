@@ -1,7 +1,7 @@
-"""Cuts the jobs of a tier into batches: one batch for each call of the backend.
+"""Cuts a tier's jobs into batches, one for each call of the backend.
 
-Waiting blocks are shared out among all calls that may run at once, as evenly as
-possible: a large job is cut up, and small ones go together, whole.
+Waiting blocks are divided among all calls that may run at once, as evenly as possible: a large job
+is cut up, and small ones are combined, whole.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class BatchQueue:
     ) -> None:
         """At most ``batches_max`` batches run at once, of ``blocks_min`` to ``blocks_max`` blocks.
 
-        A batch may be smaller if the jobs are: jobs that go together go whole. ``apart``: never
+        A batch may be smaller if the jobs are: only whole jobs are combined. ``apart``: never
         combine jobs.
         """
         self.running = 0  #: batches in flight

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kvtier.tier.batching import BlockBatch
 
 ENDED_REQUESTS_MAX: Final = 1024
-"""So many ended requests are remembered: their last blocks may be stored afterwards."""
+"""Number of ended requests to remember, whose last blocks may be stored afterwards."""
 
 
 class BoundedTier(Actor):

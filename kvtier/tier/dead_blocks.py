@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
 
 KEYS_MAX: Final = 200_000
-"""40 MB. The earliest stored beyond that are left to ``kvtier purge``."""
+"""Most blocks to remember: 40 MB. Earlier ones are left to ``kvtier purge``."""
 
 
 class DeadBlocks:

@@ -1,12 +1,12 @@
-"""Has a tier's jobs cut into batches, and the batches run by its backend's driver.
+"""Cuts a tier's jobs into batches, and passes the batches to its backend's driver.
 
 Loads, stores and probes wait in queues of their own (``kvtier/tier/batching.py``,
 ``kvtier/tier/probes.py``), with their own limits, so none starves another; as many batches run
 at once as the backend has threads, so one big job uses them all.
 
-A request is blocked on every load, and none on a store, and both use the same storage. So while
-anything is loaded, few stores run: under continuous loads they go on, that many at a time, in
-the order they came. The tier's actor decides which store may begin, and which blocks are
+Requests are blocked on loads but not on stores, and both use the same storage. So while anything is
+loaded, few stores run: under continuous loads they continue, that many at a time, in order of
+arrival. The tier's actor decides which store may begin, and which blocks are
 removed first.
 """
 

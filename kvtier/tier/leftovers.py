@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
 
 REMOVE_BLOCKS_MAX: Final = 512
-"""So many keys are removed in one call, with one call at a time: stores run beside it."""
+"""Keys removed in one call, with one call at a time: stores run beside it."""
 
 
 class Leftovers:

@@ -1,6 +1,6 @@
-"""Cuts a tier's probes into batches: one batch for each call of the backend.
+"""Cuts a tier's probes into batches, one for each call of the backend.
 
-Storage may take half a millisecond to look up one key, and a probe may ask for thousands. So a
+Storage may take half a millisecond to look up one key, and a probe may have thousands. So a
 probe is spread over as many calls as may run at once, and probes take turns, one batch each
 (round-robin): a short one behind a long one waits for one batch of it, not for all of it.
 
@@ -37,7 +37,7 @@ class RunningProbe:
         self.keys = marked(message.keys, message.mark)  #: the backend's form of them
         self.request = message.request
         self.deadline = message.deadline
-        self.begun = 0  #: so many of the first keys are in a batch
+        self.begun = 0  #: number of its first keys that are in a batch
         self.found = [False] * len(message.keys)
         self.unended = len(message.keys)
 

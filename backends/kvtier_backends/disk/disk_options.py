@@ -31,7 +31,7 @@ class DiskOptions:
     """bytes of all files together, never exceeded. Refused: too small for a few regions; more than
     2 to the 30th blocks; an index larger than the machine's memory"""
     region_bytes: Annotated[option.Size, Meta(ge=PAGE_BYTES)] | None = None
-    """bytes that are overwritten at once; if not given, chosen by capacity. Refused: no multiple of
+    """bytes that are overwritten at once; by default chosen by capacity. Refused: not a multiple of
     4096; too small for one block; too large for `capacity_bytes`"""
     ttl_s: Annotated[option.WholeSeconds, Meta(le=1 << 31)] = 0
     """age after which blocks expire; 0 disables expiry"""
@@ -42,7 +42,7 @@ class DiskOptions:
     """use O_DIRECT where the filesystem supports it"""
     allow_world_writable: option.Flag = False
     """use a folder that everyone may write to, as on mounts where chmod does nothing (SMB, Azure
-    Files, gcsfuse). Whoever can write there can plant blocks: set a key that encrypts"""
+    Files, gcsfuse). Anyone who can write there can plant blocks: set a key that encrypts"""
     checksum: option.ReadApart[str] = CHECKSUM
     """how blocks are verified; everything that is read is verified. Refused: any other value,
     including `false`"""

@@ -1,4 +1,4 @@
-"""Declares what the ``disk`` tier counts."""
+"""Declares the counters of the ``disk`` tier."""
 
 from __future__ import annotations
 

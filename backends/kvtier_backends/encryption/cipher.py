@@ -30,7 +30,7 @@ assert SALT_BYTES + _GCM_TAG_BYTES == TAG_BYTES
 
 
 class EncryptedBlock(NamedTuple):
-    """All that is needed to decrypt one block, besides its bytes."""
+    """Data needed to decrypt one block, besides its bytes."""
 
     key: bytes
     key_id: bytes
@@ -52,7 +52,7 @@ class BlockCipher:
     ) -> None:
         """``binds_digest``: the digest is associated data too. ``disk`` has it elsewhere.
 
-        ``kept_bytes_max``: so much memory is kept while no block is in transit.
+        ``kept_bytes_max``: the most memory to keep while no block is in transit.
 
         Raises ``ImportError`` without the library.
         """

@@ -25,7 +25,7 @@ _PREFIX: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*", re.ASCII)
 _ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/\s]+):([0-9]{1,5})", re.ASCII)
 SCHEME: Final = "://"
 SERVERS_MAX: Final = {"etcd": 16, "redis": 1}
-"""Services in which masters record the elected one, and the most servers named of each."""
+"""Services in which masters record the elected one, and the most servers of each."""
 
 
 @dataclass(frozen=True)
@@ -33,41 +33,41 @@ class MooncakeOptions(ProtectionOptions):
     """The parsed options."""
 
     master: option.Text
-    """the address of the master, such as `"10.0.0.1:50051"`; of masters that elect one, where that
-    is noted, as Mooncake's client takes it: `"etcd://10.0.0.1:2379;10.0.0.2:2379"`, or
-    `redis://`"""
+    """the address of the master, such as `"10.0.0.1:50051"`; with masters that elect a leader, the
+    service that records it, in the syntax of Mooncake's client:
+    `"etcd://10.0.0.1:2379;10.0.0.2:2379"`, or `redis://`"""
     local_hostname: option.Text | None = None
-    """the address, or name, by which other clients reach this engine, with or without a port; if
-    not given, the address that the master is reached from"""
+    """the address, or name, by which other clients reach this engine, with or without a port; by
+    default the local address from which it reaches the master"""
     metadata_server: option.Text = "P2PHANDSHAKE"
-    """where clients find each other: by asking each other, or an address such as
-    `"http://10.0.0.1:8080/metadata"`"""
+    """the service by which clients find each other; by default they query each other. An address
+    such as `"http://10.0.0.1:8080/metadata"`"""
     protocol: Literal["tcp", "rdma"] = "tcp"
-    """how blocks are moved"""
+    """transport for blocks"""
     device: option.Text | None = None
-    """the RDMA devices, with commas between; if not given, all that are found. Refused: with
+    """the RDMA devices, with commas between; by default all that are found. Refused: with
     `tcp`"""
     segment_bytes: option.Size = 0
-    """memory that this engine gives to the store, beside its primary tier; its blocks are lost when
-    the engine ends. Refused: too small for one block"""
+    """memory that this engine lends to the store, beside its primary tier; the blocks in it are
+    lost when the engine ends. Refused: too small for one block"""
     local_buffer_bytes: option.Size = 16 << 20
-    """memory that the client stages transfers in where it cannot do without"""
+    """memory in which the client stages transfers that need it"""
     ssd_offload_path: option.Text | None = None
     """a folder of this host, to which the store moves blocks of `segment_bytes` when it is full;
     the master must run with `--enable_offload`. Refused: without `segment_bytes`"""
     key_prefix: option.Text = "kvtier"
-    """what all names in the store begin with. Refused: other characters than letters, digits, dots,
+    """beginning of all names in the store. Refused: other characters than letters, digits, dots,
     dashes, underscores and slashes between them"""
     presence_ttl_s: option.Seconds = 30.0
-    """how long a block that was stored or found is believed to be there"""
+    """time for which a block that was stored or found is assumed to exist"""
     replicas: Annotated[option.Integer, Meta(ge=1, le=64)] = 1
     """copies of each block, each in another segment"""
     soft_pin: option.Flag = False
-    """have the store evict these blocks after those that are not pinned"""
+    """the store evicts these blocks only after those that are not pinned"""
     timeout_s: Annotated[option.Seconds, Meta(le=600.0)] = 5.0
-    """how long the client waits for the master, and for the next byte from another client, unless
-    `MC_RPC_TIMEOUT_MS`, `MC_RPC_CONNECT_TIMEOUT_MS`, `MC_TCP_STATUS_TIMEOUT_SEC` or
-    `MC_TCP_PROGRESS_TIMEOUT_SEC` say otherwise"""
+    """longest time that the client waits for the master, and for the next byte from another client,
+    unless `MC_RPC_TIMEOUT_MS`, `MC_RPC_CONNECT_TIMEOUT_MS`, `MC_TCP_STATUS_TIMEOUT_SEC` or
+    `MC_TCP_PROGRESS_TIMEOUT_SEC` is set"""
     n_read_threads: Annotated[option.Integer, Meta(ge=1, le=256)] = 4
     """concurrent loads"""
     n_write_threads: Annotated[option.Integer, Meta(ge=1, le=256)] = 2

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 NAMES_AT_ONCE: Final = 512
 NAMES_AT_ONCE_UNREAD: Final = 4096
-"""Where few of them are of interest: a server looks at so many in about a millisecond."""
+"""Names scanned in one step if few of them match: a server takes about a millisecond."""
 
 DESCRIPTION: Final = b"description"
 _HEX: Final = re.compile(rb"(?:[0-9a-f]{2})+")
@@ -141,8 +141,8 @@ async def _walk(
 ) -> AsyncIterator[tuple[Commands, _Names]]:
     """Yield our names, each once, and the function that runs commands on their server.
 
-    ``ending``: of the names that are meant. ``names_at_once``: which the server looks at in a step;
-    0: ``NAMES_AT_ONCE``.
+    ``ending``: of the names to yield. ``names_at_once``: names that the server scans in a step; 0:
+    ``NAMES_AT_ONCE``.
     """
     topology = await discover(client, given)
     stem = f"{given.key_prefix}:".encode()

@@ -201,7 +201,7 @@ class RedisOptions(ProtectionOptions):
     cluster, or several sentinels: `redis://host1:port,host2:port`. Refused: a user or password in
     it; anything behind the port"""
     mode: Literal["standalone", "cluster", "sentinel"] = "standalone"
-    """what `url` names: one server, nodes of a cluster, or sentinels"""
+    """type of the servers in `url`: one server, nodes of a cluster, or sentinels"""
     sentinel_master: option.Text | None = None
     """the name by which the sentinels know the servers; needed with `sentinel` only"""
     sentinel_auth: option.Flag = False
@@ -229,18 +229,18 @@ class RedisOptions(ProtectionOptions):
     tls_key_file: option.ReadApart[str | None] = None
     """the key of `tls_cert_file` (PEM)"""
     tls_check_hostname: option.Flag = True
-    """refuse a server whose certificate has another name than the one that it was reached by"""
+    """refuse a server whose certificate has another name than that by which it was reached"""
     ttl_s: Annotated[option.WholeSeconds, Meta(le=1 << 31)] = 0
     """seconds after which the server drops a block; 0: never"""
     presence_ttl_s: option.Seconds = 60.0
-    """for how long a block that was stored or found is believed to be there, since the server may
-    evict it"""
+    """time for which a block that was stored or found is assumed to exist; the server may evict
+    it"""
     connections_max: Annotated[option.Integer, Meta(ge=2, le=1024)] = 8
     """connections to each server; half of them, at most, store"""
     connect_timeout_s: Annotated[option.Seconds, Meta(le=3600.0)] = 2.0
-    """how long connecting may take"""
+    """longest time to connect"""
     call_timeout_s: Annotated[option.Seconds, Meta(le=3600.0)] = 10.0
-    """how long one call may take, the wait for a connection included; the tier's own timeouts may
+    """longest time of one call, including the wait for a connection; the tier's own timeouts may
     end it earlier"""
     servers: Servers = field(kw_only=True)
     credentials: Credentials = field(kw_only=True)

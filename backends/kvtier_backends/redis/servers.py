@@ -101,7 +101,7 @@ class ConnectionWatch(KeptConnection):
             await self._measure(topology.addresses)
 
     async def _measure(self, addresses: Collection[Address]) -> None:
-        """Ask all servers for their memory. Unless each of them reports it, it is not known."""
+        """Query the memory of all servers. Unless each of them reports it, it is not known."""
         self._measure_from = kept_connection.clock() + self._check_every_s / 2
         try:
             found = await asyncio.gather(*(self._memory_of(each) for each in addresses))

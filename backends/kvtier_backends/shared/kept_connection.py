@@ -6,8 +6,8 @@
 
 The connection is checked as soon as a call casts doubt on it, and every ``_check_every_s``.
 Each failed attempt is followed by a pause, which doubles from one to the next, with jitter
-("Exponential Backoff and Jitter", AWS Architecture Blog, 2015): engines that lost a server
-together do not come back together. An episode of faults ends once the connection has been up
+("Exponential Backoff and Jitter", AWS Architecture Blog, 2015): engines that lost a server together
+do not reconnect together. An episode of faults ends once the connection has been up
 for ``STEADY_S``. Until then pauses keep growing, and no reason is logged twice.
 """
 
@@ -81,7 +81,7 @@ class KeptConnection(ABC):
         self._release()
 
     def doubt(self) -> None:
-        """Have the connection checked soon: a call has seen something odd."""
+        """Request an early check of the connection: a call has seen an anomaly."""
         self._is_doubtful.set()
 
     def lose(self, loss: StoreFault) -> None:

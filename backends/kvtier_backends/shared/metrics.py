@@ -1,4 +1,4 @@
-"""Declares what tiers on servers count alike."""
+"""Declares the counters that tiers on servers have in common."""
 
 from __future__ import annotations
 

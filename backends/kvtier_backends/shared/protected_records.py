@@ -5,8 +5,8 @@ block's key and its bytes. So does the tag of an encrypted block; the digest is
 masked there. Whether a block is compressed follows from the number of its bytes.
 
 # Invariant: ``decode_untrusted`` gives DONE only for a record that a holder of one of the keys
-#            made, of this block's key in this namespace. Whoever copies an old one back
-#            brings the block that belongs there.
+#            made, of this block's key in this namespace. Copying an old one back
+#            restores the block that belongs there.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ SECRET_BYTES_MAX: Final = 1 << 16
 _ROOT: Final = 0
 _OF_OTHERS: Final = 0o077
 _OF_OTHERS_IF_ROOTS: Final = 0o037
-"""A group may read root's file: so a container gets a secret that is not its user's. Kubernetes
-makes a Secret's files root's, and readable to the pod's ``fsGroup``, whatever ``defaultMode``."""
+"""A group may read root's file, so that a container can get a secret that does not belong to its
+user. In Kubernetes a Secret's files belong to root, and the pod's ``fsGroup`` may read them,
+whatever ``defaultMode``."""
 
 
 def read_secret_file(path: str) -> str:
@@ -41,7 +42,7 @@ def read_secret_file(path: str) -> str:
 
 COMMAND_S_MAX: Final = 10.0
 SECRETS_S_MAX: Final = COMMAND_S_MAX + 1.0
-"""How long to wait for all that a login reads: a command's output, and files, which may hang."""
+"""Longest wait for everything that a login reads: a command's output, and files, which may hang."""
 
 KEPT_S: Final = 5.0
 """A command's output is reused for this long: connections are made several at a time."""

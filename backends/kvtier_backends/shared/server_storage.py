@@ -30,21 +30,21 @@ class ServerStorage(Offline):
 
     @abstractmethod
     async def _size(self) -> int | None:
-        """Return the total of what a walk over all names advances by; None: not known."""
+        """Return the total by which a walk over all names advances; None: not known."""
 
     @abstractmethod
     async def _list(self, advance: Callable[[int], None]) -> dict[str, NamespaceBlocks]:
-        """Return the blocks by namespace. ``advance``: called as the walk comes on."""
+        """Return the blocks by namespace. ``advance``: called as the walk progresses."""
 
     @abstractmethod
     async def _describe(self, advance: Callable[[int], None]) -> dict[str, dict[str, Any]]:
-        """Return the facts of each namespace. ``advance``: called as the walk comes on."""
+        """Return the facts of each namespace. ``advance``: called as the walk progresses."""
 
     @abstractmethod
     async def _remove(
         self, selection: Selection, advance: Callable[[int], None], *, dry: bool
     ) -> tuple[dict[str, NamespaceBlocks], int]:
-        """Remove blocks; return them, and how many names could not be removed.
+        """Remove blocks; return them, and the number of names that could not be removed.
 
         Descriptions go with whole namespaces: a running engine writes its own again.
         """

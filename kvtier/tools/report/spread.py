@@ -30,7 +30,7 @@ class Spread:
         self._counts.update(other._counts)
 
     def percentile(self, percent: float) -> float | None:
-        """Return the smallest value that the given percentage does not exceed; None without values."""
+        """Return the smallest value that ``percent`` do not exceed; None without values."""
         rest = math.ceil(self._counts.total() * percent / 100)
         for step in sorted(self._counts):
             rest -= self._counts[step]

@@ -18,8 +18,8 @@ TRANSIT_BYTES_MAX: Final = 64 << 20
 class TransitMemory:
     """Memory for the encrypted blocks of the calls in one direction, up to a limit.
 
-    Calls wait for it in the order in which they came: more memory than the pool keeps would be
-    touched anew each time, which takes longer than encrypting it. Event loop only.
+    Calls wait for it in order of arrival: memory beyond what the pool keeps would be faulted in
+    again each time, which takes longer than encrypting a block. Event loop only.
     """
 
     def __init__(self, cipher: BlockCipher) -> None:
@@ -30,7 +30,7 @@ class TransitMemory:
 
     @asynccontextmanager
     async def borrow(self, blocks: int) -> AsyncIterator[list[memoryview]]:
-        """Yield memory for each of so many blocks, once there is room.
+        """Yield memory for each of ``count`` blocks, once there is room.
 
         A call that is larger than the limit waits until nothing else is lent.
         """

@@ -122,7 +122,7 @@ def doubts(path: str, capacity_bytes: int, plan: Plan, tag_bytes: int) -> dict[s
 
 
 def index_bytes(path: str, plan: Plan, tag_bytes: int) -> int:
-    """Return how much memory the index takes once all that the disk has room for is used."""
+    """Return the memory of the index once the disk's whole room is used."""
     geometry = plan.geometry
     regions = min(plan.regions, _disk_bytes(path) // geometry.region_bytes + 1)
     return regions * geometry.slots * (INDEX_BYTES_PER_BLOCK + tag_bytes)

@@ -138,7 +138,8 @@ class Claim:
 
         ``user_pid``: the process to name to later claimants; without one, this process.
         ``wait_s``: how long to wait for an engine that has the folder, at least
-        ``LOCK_WAIT_S_MAX``. One that goes on using it is a fault of the storage: it may pass.
+        ``LOCK_WAIT_S_MAX``. One that keeps using it is a fault of the storage, which may be
+        temporary.
         """
         self.path = path
         self.user_pid = os.getpid() if user_pid is None else user_pid
@@ -209,7 +210,7 @@ class Claim:
             ) from BlockingIOError(errno.EAGAIN, "another engine has its lock")
         ours = os.fstat(descriptor)
         self._identity = (ours.st_dev, ours.st_ino)
-        with suppress(OSError):  # the number is for people; a full disk is no reason to refuse
+        with suppress(OSError):  # the number is for readers; a full disk is no reason to refuse
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{self.user_pid}\n".encode(), 0)
         return descriptor

@@ -1,7 +1,7 @@
-"""Describes a namespace in plain words, for a region's header.
+"""Describes a namespace in readable form, for a region's header.
 
-The namespace's digest decides which blocks an engine serves. The description is for people: from
-it, ``kvtier ls`` shows whose blocks these are, and how two namespaces differ.
+The namespace's digest decides which blocks an engine serves. The description is for readers: from
+it, ``kvtier ls`` shows the model of the blocks, and how two namespaces differ.
 """
 
 from __future__ import annotations

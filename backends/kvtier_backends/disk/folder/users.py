@@ -1,6 +1,6 @@
-"""Finds the engine that has claimed a folder, and the process that now holds the lock for it.
+"""Finds the engine that has claimed a folder, and the process that holds its lock.
 
-The lock file has the engine's number, which people know. The lock itself may be
+The lock file has the engine's process id, which users know. The lock itself may be
 held by another process, the tier's own, which may be stopped, or have outlived
 its engine. /proc shows that, but only for processes of this user and this container.
 """

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class LoadPriority:
-    """A load begins at once. While one is in flight, few stores are: the rest wait.
+    """Starts loads at once, and lets only few stores run while a load is in flight.
 
-    A request waits for a load, but none waits for a store. ``stores_beside_loads`` is
-    the share that stores keep: under continuous loads they go on, that many at
-    a time, in order of arrival. One thread, the event loop's.
+    Requests wait for loads but not for stores. ``stores_beside_loads`` is the share that stores
+    keep: under continuous loads they continue, that many at a time, in order of arrival. One
+    thread, the event loop's.
     """
 
     def __init__(self, stores_beside_loads: int) -> None:

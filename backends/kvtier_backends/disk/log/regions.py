@@ -1,13 +1,13 @@
 """Tracks the state of each region, by a table, and picks the next one. Touches no file.
 
-What the machine is for: space on the disk is reused by the region and not by the block, so that
-writes are long, nothing has to be freed piece by piece, and one header page makes a whole region
-another incarnation, in which no earlier block is found.
+Purpose of the machine: space on the disk is reused by region and not by block, so that writes are
+long, blocks need not be freed one by one, and one header page turns a whole region into another
+incarnation, in which no earlier block is found.
 
-How it couples with others: the index (``disk/log/index.py``) has the blocks of a region and says
-when the last one has gone; loads and stores are a region's readers and writers, and a region is
-opened again only after the grace period in which loads that had looked a block up there have
-ended; recovery (``disk/folder/recovery.py``) decides what a region is when the folder is opened.
+Coupling with others: the index (``disk/log/index.py``) has the blocks of a region, and knows when
+the last one is gone; loads and stores are a region's readers and writers, and a region is opened
+again only after a grace period, in which loads that had looked a block up there end; recovery
+(``disk/folder/recovery.py``) decides what a region is when the folder is opened.
 
 Blocks are appended to the one open region. The next ones get their headers ahead,
 so that no store waits for that. When hardly any free one is left, the sealed

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 ACCEPTED_WITHIN_S_MAX: Final = 15.0
 DONE_WITHIN_S_MAX: Final = 600.0
-"""An answer that has not arrived by then won't: the disk may have no room for it."""
+"""Time after which no reply is expected any more: the disk may have no room for it."""
 
 LEFT_FOR_S_MAX: Final = 600.0
-"""An answer that was not read by then is removed."""
+"""Time after which an unread reply is removed."""
 
 _VOID: Final = "the request came too late, or is another version's. Try again"
 _POLL_S: Final = 0.05

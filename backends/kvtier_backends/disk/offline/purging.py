@@ -82,7 +82,7 @@ def _gaps(slots: Iterable[int], end: int) -> Iterator[tuple[int, int]]:
 
 
 LOADS_END_S_MAX: Final = 5.0
-"""How long to wait for running loads, all together; usually they take milliseconds.
+"""Longest wait for all running loads together; usually they take milliseconds.
 
 Regions whose loads take longer are left as they are and reported: an erased block
 would be loaded as a damaged one.

@@ -158,7 +158,7 @@ class DiskStorage(Offline):
             return _remove_here(folder, of_regions, progress, dry=False)
 
     def _ask_engine(self, selection: RegionSelection, progress: ShowProgress) -> Removed | None:
-        """Have the engine do it; None if there is none."""
+        """Let the engine remove the blocks; return None if there is no engine."""
         user = user_of(self.place)
         if user is None:
             return None
@@ -174,7 +174,7 @@ class DiskStorage(Offline):
 
     @contextmanager
     def _claimed(self, command: str) -> Iterator[None]:
-        """Have the folder for this process alone. Raises ``ConfigError`` if an engine uses it."""
+        """Claim the folder for this process. Raises ``ConfigError`` if an engine uses it."""
         path = self.place
         user = user_of(path)
         if user is not None:
@@ -182,7 +182,7 @@ class DiskStorage(Offline):
                 f"{path} is in use by {user}: {command} needs the folder for itself. "
                 f"{user.remedy} first."
             )
-        # Who may plant blocks is for the engine to judge, which reads them.
+        # The engine, which reads the blocks, judges who may plant some.
         claim = Claim(
             path, lambda remedy: ConfigError(f"{path} {remedy}"), allow_world_writable=True
         )
