@@ -57,7 +57,7 @@ class TierConfig:
     offload_policy: OffloadPolicy = "chunk_level"
     """`"request_level"` stores all blocks of a request, including prefix hits"""
     eviction_policy: option.Text = DEFAULT_POLICY
-    """the policy that chooses the blocks to evict, in a tier with a capacity of its own"""
+    """the policy that evicts blocks, in a tier with a capacity of its own"""
     read_only: option.Flag = False
     """load blocks from the tier, but write none to it: for a bucket, a replica or a mount that
     others fill. Refused: beside `admission`"""
@@ -153,8 +153,7 @@ class RuntimeConfig:
     slot_count: int
     block_bytes: int
     eviction_policy: option.Text = DEFAULT_POLICY
-    """the policy that chooses the blocks to evict from the primary tier. Refused: a policy that is
-    not installed"""
+    """the policy that evicts blocks of the primary tier. Refused: one that is not installed"""
     store_threshold: option.Integer = 0
     """number of times that a block must be offered before it is stored; 0 and 1 store at once"""
     max_tracker_size: Annotated[option.Integer, Meta(ge=1)] = 64_000
@@ -190,8 +189,7 @@ class RuntimeConfig:
     """keys remembered as present in a tier, for which it need not be probed; about 170 bytes
     each"""
     load_policy: LoadPolicy = "auto"
-    """`"auto"` computes blocks that would take longer to load; `"always"` loads all that tiers
-    have"""
+    """`"auto"` computes blocks that take longer to load; `"always"` loads all that tiers have"""
     prefill_tokens_per_s: option.Number | None = None
     """the engine's speed at computing prompts; by default measured from the engine's steps"""
     record: option.Path | None = None

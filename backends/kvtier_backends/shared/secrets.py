@@ -18,9 +18,8 @@ SECRET_BYTES_MAX: Final = 1 << 16
 _ROOT: Final = 0
 _OF_OTHERS: Final = 0o077
 _OF_OTHERS_IF_ROOTS: Final = 0o037
-"""A group may read root's file, so that a container can get a secret that does not belong to its
-user. In Kubernetes a Secret's files belong to root, and the pod's ``fsGroup`` may read them,
-whatever ``defaultMode``."""
+"""A group may read root's file, for containers whose user does not own the secret. In Kubernetes, a
+Secret's files belong to root, and the pod's ``fsGroup`` may read them, whatever ``defaultMode``."""
 
 
 def read_secret_file(path: str) -> str:

@@ -138,8 +138,7 @@ class Claim:
 
         ``user_pid``: the process to name to later claimants; without one, this process.
         ``wait_s``: how long to wait for an engine that has the folder, at least
-        ``LOCK_WAIT_S_MAX``. One that keeps using it is a fault of the storage, which may be
-        temporary.
+        ``LOCK_WAIT_S_MAX``. One that keeps using it is a fault of the storage; it may pass.
         """
         self.path = path
         self.user_pid = os.getpid() if user_pid is None else user_pid
