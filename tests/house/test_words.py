@@ -35,7 +35,7 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
 def test_pages_have_the_fields_words() -> None:
     found = [
         f"{name_of(page)}: {match[0]}"
-        for page in [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md")]
+        for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
         for match in WORDS.finditer(page.read_text())
     ]
     assert not found, INSTEAD
