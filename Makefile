@@ -266,7 +266,7 @@ gpu-engine:
 	$(GPU_PYTHON) -m tests.vllm.gpu_engine
 
 docs: $(VENV)/.dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 soak: $(VENV)/.dev
 	@$(STRESS) --layer runtime $(how_long)
