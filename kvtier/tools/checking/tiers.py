@@ -98,7 +98,6 @@ def _check_tier(
     findings = Findings()
     _check_policies(config, block_bytes, findings)
     where = f"secondary tier {config.name}"
-    findings.extend(doubts_of_address(config), where)
     try:
         backend = backend_class(config.type)  # its import does not hang
     except ConfigError as refused:
@@ -117,7 +116,7 @@ def _check_tier(
     namespace = Namespace(facts={})
     context = BackendContext(block_bytes, namespace, config.name, read_only=config.read_only)
     place: list[str | None] = []
-    doubts: list[Finding] = []
+    doubts: list[Finding] = [*doubts_of_address(config)]
 
     def look() -> None:
         place.extend(_look(backend, config, context, findings))
