@@ -11,6 +11,8 @@ from kvtier.plugin_api.backend import Outcome
 from kvtier.tools.cli.exit_status import BAD_INPUT
 from stress.bench.__main__ import main
 from stress.bench.compression import figures
+from tests.support.printed import Reader, commands
+from tests.support.redis_servers import running
 from tests.unit.backends.fs._fs import BLOCK_BYTES, open_fs
 from tests.unit.backends.shared._keys import OLD, key_file
 
@@ -18,9 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def report(path: Path, *more: str) -> dict[str, Any]:
-    few = ("--rounds", "1", "--blocks", "2")
-    assert main(["compression", "--json", str(path), *few, *more]) == 0
+def report(path: Path) -> dict[str, Any]:
+    assert main(["compression", "--json", str(path), "--rounds", "1", "--blocks", "2"]) == 0
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -37,13 +38,22 @@ def test_every_way_is_measured_on_made_up_values(
 
 
 @pytest.mark.anyio
-async def test_the_blocks_of_a_folder_are_measured(tmp_path: Path) -> None:
+async def test_the_commands_of_the_page_measure_a_folder_and_a_server(tmp_path: Path) -> None:
+    """With small sizes behind what is printed."""
     async with open_fs(tmp_path / "kv") as fs:
         for number in range(3):
             assert await fs.store(number) is Outcome.DONE
-    found = report(tmp_path / "report.json", "--folder", str(tmp_path / "kv"))
+    _, of_folder, of_tier = commands("explanation/compression.md")
+    with running("valkey", tmp_path / "server") as server:
+        instead = {"/mnt/kv": str(tmp_path / "kv"), "redis://cache:6379": server.url}
+        reader = Reader(tmp_path / "reader", instead)
+        reader.run(f"{of_folder} --rounds 1 --blocks 2 --json report.json")
+        small = "--rounds 1 --block-bytes 64KiB --bytes 8MiB"
+        assert "compressed" in reader.run(f"{of_tier} {small}")
+    found = json.loads((reader.folder / "report.json").read_text())
     assert (found["blocks"], found["bytes"]) == (2, 2 * BLOCK_BYTES)
     assert found["origin"] == str(tmp_path / "kv")
+    reader.check_all_is_used()
 
 
 @pytest.mark.anyio

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.tools.process_group import process_group
 from tests.support.patience import PATIENCE_S, until
+from tests.support.printed import options_of
 from tests.vllm.support.children import child_environment
 from tests.vllm.support.play import SHM
 
@@ -22,6 +23,14 @@ MARK = "KVTIER_TEST_MARK"
 BENCH_S_MAX = 5 * PATIENCE_S  #: some start five processes that import vLLM, one after the other
 INTERRUPTED = (130, -signal.SIGINT)
 """A shell shows 130 for both. Python has the second where the signal comes while it ends."""
+
+
+def printed_bench(page: str, name: str) -> list[str]:
+    """Return a benchmark and its options, as a page has it; those given behind them replace them.
+
+    Of several commands: the first one.
+    """
+    return next(each for each in options_of(page, "stress.bench") if each[:1] == [name])
 
 
 def run_bench(tmp_path: Path, *options: str) -> str:

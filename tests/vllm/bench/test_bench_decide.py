@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.vllm.bench.bench_process import BENCH_S_MAX, run_bench
+from tests.vllm.bench.bench_process import BENCH_S_MAX, printed_bench, run_bench
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 @pytest.mark.timeout(2 * BENCH_S_MAX)
 def test_each_policy_loads_or_computes_what_it_should(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
+    printed = printed_bench("explanation/load-or-recompute.md", "decide")
     options = ["--rates", "2GB,2MB", "--prompts", "1000", "--clients", "1,2", "--repeats", "2"]
-    run_bench(tmp_path, "decide", *options, "--step-requests", "5", "--json", str(report))
+    run_bench(tmp_path, *printed, *options, "--step-requests", "5", "--json", str(report))
     data = json.loads(report.read_text())
     cells = {(cell["tier"], cell["clients"]): cell for cell in data["cells"]}
     assert set(cells) == {(tier, n) for tier in ("2GB/s", "2MB/s") for n in (1, 2)}

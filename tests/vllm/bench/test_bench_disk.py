@@ -17,7 +17,7 @@ from kvtier.errors import StoreFault
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.tools.bench.call_legs import KINDS, LOAD, STORE
 from tests.support.threads_left import ending_threads
-from tests.vllm.bench.bench_process import run_bench
+from tests.vllm.bench.bench_process import printed_bench, run_bench
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
@@ -337,8 +337,13 @@ def test_bytes_that_were_not_stored_are_no_figure(
 @pytest.mark.slow
 def test_the_command_reports_figures_and_bars(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    options = ["--bytes", "4MiB", "--rounds", "1", "--block-bytes", "64KiB,128KiB"]
-    shown = run_bench(tmp_path, "disk", *options, "--json", str(report))
+    place = tmp_path / "place"
+    place.mkdir()
+    printed = printed_bench("explanation/disk-cost.md", "disk")
+    options = ["--path", str(place), "--bytes", "4MiB", "--rounds", "1"]
+    sizes = ["--block-bytes", "64KiB,128KiB"]
+    shown = run_bench(tmp_path, *printed, *options, *sizes, "--json", str(report))
+    assert list(place.iterdir()) == []
     data = json.loads(report.read_text())
     assert [size["block_bytes"] for size in data["sizes"]] == [64 << 10, 128 << 10]
     lines = ("store, GB/s", "load, job p99, ms", "opened with O_DIRECT", ">= 4.00")

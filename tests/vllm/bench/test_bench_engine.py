@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier.errors import InternalError
-from tests.vllm.bench.bench_process import BENCH_S_MAX, interrupt_bench, run_bench
+from tests.vllm.bench.bench_process import BENCH_S_MAX, interrupt_bench, printed_bench, run_bench
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
@@ -79,7 +79,8 @@ def test_a_block_on_disk_is_not_a_hit_in_the_step_that_first_asks() -> None:
 @pytest.mark.timeout(2 * BENCH_S_MAX)
 def test_the_command_compares_real_engines(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    run_bench(tmp_path, "engine", "--runs", "1", "--prompts", "2", "--json", str(report))
+    printed = printed_bench("explanation/scheduler-cost.md", "engine")
+    run_bench(tmp_path, *printed, "--runs", "1", "--prompts", "2", "--json", str(report))
     data = json.loads(report.read_text())
     assert all(row["ratio"] == row[KVTIER] / row[VLLM] for row in data["rows"])
     (run,) = data["runs"]

@@ -12,7 +12,7 @@ import pytest
 from kvtier.errors import InternalError
 from stress.bench.__main__ import main
 from tests.support.threads_left import ending_threads
-from tests.vllm.bench.bench_process import run_bench
+from tests.vllm.bench.bench_process import printed_bench, run_bench
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
@@ -153,15 +153,19 @@ def test_every_call_is_measured_on_both_sides_and_nothing_is_left(
 def test_the_command_reports_calls_scale_and_memory(tmp_path: Path) -> None:
     report, picture = tmp_path / "report.json", tmp_path / "scale.png"
     options = ["--blocks", "64", "--request-blocks", "16", "--runs", "1", "--scale", "64,256"]
-    shown = run_bench(tmp_path, "ops", *options, "--picture", str(picture), "--json", str(report))
+    printed = printed_bench("explanation/scheduler-cost.md", "ops")
+    options += ["--picture", str(picture), "--json", str(report)]
+    shown = run_bench(tmp_path, *printed, *options)
     data = json.loads(report.read_text())
-    assert [point["blocks"] for point in data["scale"]] == [64, 256]
-    (memory,) = data["memory"]
-    for name in SIDES:
-        assert memory[name]["blocks"] == 256
-        # A key alone is 36 bytes, and both keep it.
-        assert memory[name]["traced_bytes_per_block"] > 36
-        assert set(memory[name]["call_longest_ms"]) <= set(Call)
+    policies = 2
+    assert [point["blocks"] for point in data["scale"]] == [64] * policies + [256] * policies
+    assert len(data["memory"]) == policies
+    for memory in data["memory"]:
+        for name in SIDES:
+            assert memory[name]["blocks"] == 256
+            # A key alone is 36 bytes, and both keep it.
+            assert memory[name]["traced_bytes_per_block"] > 36
+            assert set(memory[name]["call_longest_ms"]) <= set(Call)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert all(name in shown for name in ("lookup, hit", "bytes a block", "longest garbage"))
 
