@@ -21,7 +21,7 @@ from tests.vllm.support.engine import flat_metrics, kvtier_config
 from tests.vllm.support.play import ours_in_shm, own_id, prompts_of, whole_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -126,10 +126,13 @@ def server(
     *,
     engines: int = 1,
     shutdown_timeout_s: int = 0,
+    more: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """Start a server and wait until it answers; it is gone afterwards in any case.
 
-    It is a fork, which has all imported: ``make server`` starts one as users do.
+    It is a fork, which has all imported: ``make server`` starts one as users do. ``more``: come
+    behind all other arguments, which they replace.
     """
     port = free_port()
     transfer = {
@@ -152,12 +155,13 @@ def server(
         "--kv-transfer-config": json.dumps(transfer),
     }
     flags = ["--enforce-eager", "--skip-tokenizer-init", "--enable-prompt-tokens-details"]
-    arguments = [*flags, *(part for option in options.items() for part in option)]
+    arguments = [*flags, *(part for option in options.items() for part in option), *more]
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_SERVER_DEV_MODE": "1",
         # vLLM 0.33 wants a NUMA node for each engine, and may be told that it has them.
         "VLLM_CPU_SIM_MULTI_NUMA": "1",
+        **(environment or {}),
     }
     with start_scenario(
         serve, log_folder, environment, spawns=True, arguments=arguments
