@@ -21,8 +21,9 @@ from tests.support.patience import until
 from tests.support.printed import DOCS, Reader, commands
 from tests.support.server_program import HOST, free_port
 from tests.vllm.engine.test_engine_multi_connector import TO_BE_PULLED
-from tests.vllm.engine.test_engine_server import LENGTHS, Server, server
+from tests.vllm.engine.test_engine_server import LENGTHS, Server, serve, server
 from tests.vllm.support.importing import importing_vllm
+from tests.vllm.support.nixl import let_nixl_rest
 from tests.vllm.support.play import prompts_of, whole_blocks
 
 with importing_vllm():
@@ -74,9 +75,21 @@ class Served:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.port),
         }
-        logs = self.reader.folder / "logs"
-        with server(model, {}, logs, more=self.options, environment=environment) as running:
+        with server(
+            model,
+            {},
+            self.reader.folder / "logs",
+            more=self.options,
+            environment=environment,
+            scenario=serve_at_rest,
+        ) as running:
             yield running
+
+
+def serve_at_rest(arguments: list[str]) -> None:
+    """A scenario: two servers share two processors, which NIXL's threads would keep busy."""
+    let_nixl_rest()
+    serve(arguments)
 
 
 @pytest.mark.one_release
@@ -115,9 +128,15 @@ def test_nixl_brings_a_prompt_and_kvtier_has_it_afterwards(llama: Path, tmp_path
         prompt, _ = prompts_of(LENGTHS)
         given = prefill.complete(prompt, max_tokens=1, kv_transfer_params=TO_BE_PULLED)
         pulled = decode.complete(prompt, kv_transfer_params=given["params"])
+        from_peer = re.findall(
+            r'^vllm:prompt_tokens_cached_by_source_total\{.*source="p2p".* (.*)$',
+            decode.call("/metrics"),
+            re.MULTILINE,
+        )
+        assert [*map(float, from_peer)] == [len(prompt)]
         decode.forget()
         again = decode.complete(prompt)
-        assert (pulled["cached"], again["cached"]) == (len(prompt), whole_blocks([500])[0])
+        assert again["cached"] == whole_blocks(LENGTHS)[0]
         assert pulled["tokens"] == again["tokens"] == prefill.complete(prompt)["tokens"]
 
 

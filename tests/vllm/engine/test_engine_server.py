@@ -128,11 +128,12 @@ def server(
     shutdown_timeout_s: int = 0,
     more: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    scenario: Callable[[list[str]], None] | None = None,
 ) -> Iterator[Server]:
     """Start a server and wait until it answers; it is gone afterwards in any case.
 
     It is a fork, which has all imported: ``make server`` starts one as users do. ``more``: come
-    behind all other arguments, which they replace.
+    behind all other arguments, which they replace. ``scenario``: in place of ``serve``.
     """
     port = free_port()
     transfer = {
@@ -164,7 +165,7 @@ def server(
         **(environment or {}),
     }
     with start_scenario(
-        serve, log_folder, environment, spawns=True, arguments=arguments
+        scenario or serve, log_folder, environment, spawns=True, arguments=arguments
     ) as process:
         running = Server(port, process)
         until(lambda: process.has_ended() or is_up(running), process.log)
