@@ -35,6 +35,8 @@ from kvtier.plugin_api.threads import daemon_thread
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    import zstandard
+
 VERSION: Final = 1
 REQUESTS_QUEUED_MAX: Final = 4096
 KEYS_QUEUED_MAX: Final = 500_000  #: of queued requests; they are held until they are written
@@ -43,6 +45,7 @@ WRITE_S: Final = 1.0
 LEVEL: Final = 3
 FILE_MODE: Final = 0o600
 ID_BYTES: Final = 8
+_NOT_REGULAR: Final = "it is not a regular file"
 
 EventKind = Literal["reset", "tier_down", "tier_up"]
 TierWork = Literal["loads", "stores"]
@@ -71,6 +74,42 @@ class Happened(NamedTuple):
     work: TierWork | None = None  #: the work that the tier stops doing, or does again
 
 
+def check_record(path: str) -> None:
+    """Raise ``ConfigError`` for what ``Recorder`` would refuse, and make nothing.
+
+    Whether another engine writes the file is not looked at.
+    """
+    _compressor(path)
+    folder = os.path.dirname(path) or "."  # noqa: PTH120 - of a text
+    try:
+        os.stat(f"{folder}/.")  # noqa: PTH116 - of a text
+        is_there = os.path.lexists(path)
+        is_regular = not is_there or stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if not is_regular:
+        raise _unwritable(path, OSError(None, _NOT_REGULAR))
+    if not os.access(path if is_there else folder, os.W_OK):
+        raise _unwritable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
+def _compressor(path: str) -> zstandard.ZstdCompressor:
+    try:
+        import zstandard  # noqa: PLC0415 - an extra
+    except ImportError:
+        raise ConfigError(
+            f"record={path!r} needs the zstandard library. {install('compression')}"
+        ) from None
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
+
+
+def _unwritable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"record={path!r} cannot be written: {error.strerror or error}. Make its folder, "
+        "change who may write there, or choose another path."
+    )
+
+
 class Recorder:
     """The records of one engine: ``add`` on the scheduler's thread, all else on a thread here."""
 
@@ -82,13 +121,7 @@ class Recorder:
         ``bytes_max``: of the file and its predecessor together. ``tiers``: names, the primary
         tier's first.
         """
-        try:
-            import zstandard  # noqa: PLC0415 - an extra
-        except ImportError:
-            raise ConfigError(
-                f"record={path!r} needs the zstandard library. {install('compression')}"
-            ) from None
-        self._compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
+        self._compressor = _compressor(path)
         self._path = path
         self._file_bytes_max = bytes_max // 2
         self._block_tokens = block_tokens
@@ -109,10 +142,7 @@ class Recorder:
                 "write {dp_rank} into its name, or choose another path."
             ) from None
         except OSError as error:
-            raise ConfigError(
-                f"record={path!r} cannot be written: {error.strerror or error}. Make its folder, "
-                "change who may write there, or choose another path."
-            ) from error
+            raise _unwritable(path, error) from error
 
     @property
     def dropped(self) -> int:
@@ -246,7 +276,7 @@ class Recorder:
         descriptor = os.open(self._path, flags, FILE_MODE)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise OSError(None, "it is not a regular file")
+            raise OSError(None, _NOT_REGULAR)
         os.fchmod(descriptor, FILE_MODE)
         try:
             self._lock_file(descriptor)

@@ -15,6 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api.machine import ROOT
 from kvtier.plugin_api.options import shown
 from kvtier.plugin_api.threads import BoundedCall
+from kvtier.recording.recorder import check_record
 from kvtier.settings.extra_config import WHERE, cpu_bytes_to_use, read_settings
 from kvtier.settings.host_memory import HostMemory
 from kvtier.settings.plugins import lasting_tiers, make_policy
@@ -107,6 +108,7 @@ def check(
     else:
         _check_spec(sound, findings)
         tiers = _read_whole(sound, engine.dp_rank, findings)
+        _check_record(sound.get("record"), engine.dp_rank, findings, wait_s)
         nameless = [] if sound.get("weights_version") else tiers
     check_tiers(
         tiers, block.certain, findings, connect=connect, wait_s=wait_s, look_at_place=look_at_place
@@ -127,6 +129,20 @@ def _read_whole(extra: Mapping[str, Any], dp_rank: int, findings: Findings) -> l
         return [each for each in read if each is not None]
     _check_keys({"secondary_tiers": tiers}, findings)
     return []
+
+
+def _check_record(given: object, dp_rank: int, findings: Findings, wait_s: float | None) -> None:
+    try:
+        extra = {"record": given}
+        path = read_settings(extra, slot_count=1, block_bytes=1, dp_rank=dp_rank).record
+    except ConfigError:  # told already
+        return
+    if path is None:
+        return
+    if silent_option({"record": path}, wait_s) is None:
+        findings.attempt(partial(check_record, path))
+    else:
+        findings.refuse(f"{WHERE}: record={shown(given)}: its storage does not answer. Mend it.")
 
 
 def _check_weights(
