@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -38,25 +37,6 @@ def test_check_policy_runs_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "POLICY_CHECKS", [ran.append, ran.append])
     check_policy(LRUPolicy)
     assert ran == [LRUPolicy, LRUPolicy]
-
-
-def example(number: int) -> dict[str, Any]:
-    """Run one of the page's examples; return what it defines."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(blocks[number], PAGE.name, "exec"), names)
-    return names
-
-
-@pytest.mark.parametrize("check", POLICY_CHECKS, ids=lambda check: check.__name__)
-def test_the_example_policy_keeps_the_contract(check: PolicyCheck) -> None:
-    """It is what authors start from."""
-    check(example(0)["FIFOPolicy"])
-
-
-def test_the_example_test_of_a_policy_runs() -> None:
-    """Its imports, its decorators and its names exist."""
-    assert callable(example(1)["test_fifo_keeps_the_contract"])
 
 
 class IgnoresHolds(LRUPolicy):

@@ -26,7 +26,6 @@ from kvtier.hosts.life import LIFE_TABLE
 from kvtier.plugin_api.backend import Backend, BackendContext, Namespace
 from kvtier.settings.plugins import HOSTED, NOT_YET
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
-from kvtier.testing import BACKEND_CHECKS, BackendCheck
 from kvtier_backends.disk.log.regions import REGION_TABLE
 from tests.support.docs_scripts import docs_script
 
@@ -61,15 +60,6 @@ def shelf() -> ModuleType:
     return example(code_blocks("how-to/write-a-backend.md", "python")[0], "shelf_example")
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
-async def test_the_example_backend_keeps_the_contract(
-    check: BackendCheck, shelf: ModuleType
-) -> None:
-    """It is what authors start from."""
-    await check(lambda context: shelf.ShelfBackend.from_options({"capacity_blocks": 64}, context))
-
-
 def test_the_example_backend_refuses_beforehand_what_it_would_refuse(shelf: ModuleType) -> None:
     """``kvtier check`` asks it; it says the same as at the start, and nothing of what is sound."""
     context = BackendContext(0, Namespace({}), "1:shelf")
@@ -94,14 +84,6 @@ def test_all_that_a_backend_may_have_is_on_the_page() -> None:
 def test_the_example_backend_tells_what_is_in_it(shelf: ModuleType) -> None:
     made = shelf.ShelfBackend(8)
     assert made.counters().keys() == made.metrics.keys() == {"blocks"}
-
-
-def test_the_example_test_of_a_backend_runs(shelf: ModuleType) -> None:
-    """Its imports, its decorators and its names exist."""
-    source = code_blocks("how-to/write-a-backend.md", "python")[1]
-    module = example(source, "shelf_test_example")
-    assert hasattr(shelf, "ShelfBackend")
-    assert callable(module.test_shelf_keeps_the_contract)
 
 
 def known_keys(refusal: str) -> set[str]:

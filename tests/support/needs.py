@@ -108,6 +108,7 @@ NEEDS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
     "fuse": ("FUSE", _fuse),
     "network namespace": ("network namespaces and nft", _namespaces),
     "control group": ("control groups", _groups),
+    "curl": ("curl", _install("curl")),
     "redis": ("a Redis server", _install("redis-server")),
     "object stores of NIXL": ("NIXL's plugin for object stores", _object_stores),
     # Not in the list of ``make test``: Debian's package starts a service, for one test.
