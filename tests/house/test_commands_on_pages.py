@@ -1,7 +1,7 @@
 """Every ``kvtier`` command that a page shows is one that the command line takes.
 
-What commands print is compared in ``tests/unit/tools/golden``; here each is only read: a
-subcommand, an option or a value that is no more would stop a reader.
+Here each is only read: a subcommand, an option or a value that is no more would stop a reader. The
+tests that run what a page prints name it; see ``tests/support/printed.py``.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cyclopts import CycloptsError, MissingArgumentError
+from pages import DOCS
+from sources import ROOT
 from test_docs import PAGES
 
 from kvtier.tools.cli.main import make_app
+from tests.support.printed import commands_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-SHOWN = re.compile(r"^\s*(?:\$ )(?:.*(?:&& | -- ))?kvtier (.*)$")
-TYPED = re.compile(r"^\s*(?:\$ )?(?:.*(?:&& | -- ))?kvtier (.*)$")
+OF_KVTIER = re.compile(r"(?:.*(?:&& | -- ))?kvtier (.*)", re.DOTALL)
 INLINE = re.compile(r"`kvtier ([a-z][^`…]*)`")
 NO_COMMANDS = {"is", "fs", "disk", "disk,", "bench:"}  # lines of the log, and names in tables
 ENDS = {"|", ">", "&", "&&", ";"}  # of a command, for a shell
@@ -29,13 +31,11 @@ ENDS = {"|", ">", "&", "&&", ";"}  # of a command, for a shell
 
 def in_blocks(text: str) -> Iterator[list[str]]:
     """Yield the words behind ``kvtier`` of each command in a page's blocks."""
-    for language, block in BLOCK.findall(text):
-        pattern = {"console": SHOWN, "text": SHOWN, "bash": TYPED}.get(language)
-        for line in block.replace("\\\n", " ").splitlines() if pattern else ():
-            if match := pattern and pattern.match(line):
-                words = shlex.split(match[1], comments=True)
-                end = next((n for n, word in enumerate(words) if word in ENDS), len(words))
-                yield words[:end]
+    for command in commands_in(text):
+        if match := OF_KVTIER.fullmatch(command.line):
+            words = shlex.split(match[1], comments=True)
+            end = next((n for n, word in enumerate(words) if word in ENDS), len(words))
+            yield words[:end]
 
 
 def in_text(text: str) -> Iterator[list[str]]:
@@ -85,3 +85,29 @@ def test_a_command_that_is_not_taken_is_found() -> None:
     (part,) = in_text("Run `kvtier purge --older-than 7d` later, and ```text\nkvtier ls\n``` not.")
     assert refusal(part, is_part=True) is None
     assert refusal(part, is_part=False)
+
+
+NOT_FOLLOWED = {
+    "run-on-kubernetes": "python -m stress.pods runs its manifests",
+    **dict.fromkeys(("behind-llm-d", "beside-other-connectors", "prefill-decode"), "needs engines"),
+    "share-a-folder": "needs a folder that engines fill",
+}
+"""Pages whose commands and configurations no test takes from the page, and why."""
+
+
+def test_every_how_to_is_followed_by_a_test() -> None:
+    """What it has a reader run or configure is run, or checked, as it is printed."""
+    pages = {
+        page.stem
+        for page in DOCS.glob("how-to/*.md")
+        if any(commands_in(text := page.read_text())) or "secondary_tiers" in _json_of(text)
+    }
+    files = {*ROOT.glob("tests/*/**/test_*.py")} - {*ROOT.glob("tests/house/*.py")}
+    texts = [path.read_text() for path in sorted(files)]
+    tests = "".join(text for text in texts if "tests.support.printed import" in text)
+    followed = {page for page in pages if re.search(rf'"(how-to/{page}\.md|{page})"', tests)}
+    assert pages - followed == NOT_FOLLOWED.keys()
+
+
+def _json_of(text: str) -> str:
+    return "".join(block for language, block in BLOCK.findall(text) if language == "json")
