@@ -89,7 +89,6 @@ def test_a_command_that_is_not_taken_is_found() -> None:
 
 NOT_FOLLOWED = {
     "run-on-kubernetes": "python -m stress.pods runs its manifests",
-    **dict.fromkeys(("behind-llm-d", "beside-other-connectors", "prefill-decode"), "needs engines"),
     "share-a-folder": "needs a folder that engines fill",
 }
 """Pages whose commands and configurations no test takes from the page, and why."""
