@@ -9,10 +9,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
-from kvtier.policies.eviction.reuse.model import ReuseModel
+from kvtier.policies.eviction.reuse.model import AGE_BINS, ReuseModel
 from kvtier.policies.eviction.reuse.policy import ReusePolicy
 
 if TYPE_CHECKING:
@@ -139,5 +138,6 @@ def test_indices_are_computed_of_the_cohorts_in_use_only() -> None:
     model = ReuseModel()
     model.enter(5)
     model.refresh(10.0)
-    model.index_at(np.array([5, 7]), np.array([1.0, 1.0]))
-    assert np.flatnonzero(~model._is_stale).tolist() == [5, 7]
+    model.index_of(5, 0.0)
+    model.index_of(7, 1.0)
+    assert {at // AGE_BINS for at in model._index} == {5, 7}

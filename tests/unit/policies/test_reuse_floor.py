@@ -17,16 +17,22 @@ def keys_of(document: int, blocks: int = 40) -> list[bytes]:
     return [(document * 1000 + block).to_bytes(8) + GROUP for block in range(blocks)]
 
 
+def sample(floor: Floor, keys: list[bytes]) -> list[bytes]:
+    return floor.sample(keys, b"".join(keys))
+
+
 def bring(floor: Floor, documents: range) -> None:
     """Let requests bring these documents, none of which they find resident."""
     for document in documents:
-        floor.end_request(keys_of(document), lambda _: 0, lambda _: True)
+        sampled = sample(floor, keys_of(document))
+        floor.end_request(sampled, 0, sampled)
 
 
 def find(floor: Floor, documents: range) -> None:
     """Let requests use these documents, all of which they find resident."""
     for document in documents:
-        floor.end_request(keys_of(document), len, lambda _: True)
+        sampled = sample(floor, keys_of(document))
+        floor.end_request(sampled, len(sampled), sampled)
 
 
 def test_what_lru_would_have_hit_and_is_brought_again_makes_it_ahead() -> None:
@@ -102,17 +108,17 @@ def test_what_is_forgotten_is_no_hit_of_lrus() -> None:
 def test_the_sample_is_a_small_share_of_neighbouring_keys_too(capacity: int) -> None:
     floor = Floor(capacity)
     keys = keys_of(7, blocks=2560)
-    sampled = floor._sample(keys)
+    sampled = sample(floor, keys)
     share = sum(floor._chosen)
     assert 1 <= share <= SHARE_MAX
     assert len(sampled) == pytest.approx(10 * share, rel=0.1)
-    assert sampled == [key for key in keys if floor._sample([key])]
+    assert sampled == [key for key in keys if sample(floor, [key])]
 
 
 def test_keys_of_unequal_lengths_are_sampled_too() -> None:
     floor = Floor(CAPACITY)
     keys = [bytes([0]) * length for length in range(40)]
-    assert floor._sample(keys) == keys[1:], "byte 0 is in every sample, and no key is empty"
+    assert sample(floor, keys) == keys[1:], "byte 0 is in every sample, and no key is empty"
 
 
 def test_in_lrus_order_it_chooses_what_lru_would() -> None:
@@ -158,7 +164,6 @@ def test_a_prediction_that_is_always_wrong_costs_little(monkeypatch: pytest.Monk
     documents = [max(0, number // 4 - number % 4) for number in range(1500)]
     policy, left_alone = ReusePolicy(CAPACITY), ReusePolicy(CAPACITY)
     for each in (policy, left_alone):
-        monkeypatch.setattr(each._model, "index_at", lambda _, ages: ages)
         monkeypatch.setattr(each._model, "index_of", lambda _, age: age)
     monkeypatch.setattr(left_alone._floor, "_follow", lambda **_: None)
     reachable = hits(LRUPolicy(CAPACITY), documents)

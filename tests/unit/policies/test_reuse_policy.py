@@ -9,15 +9,21 @@ import copy
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
 
 from kvtier.policies.eviction.reuse.cohorts import Cohorts
 from kvtier.policies.eviction.reuse.ghosts import Ghosts
-from kvtier.policies.eviction.reuse.model import AGE_BINS, ReuseModel, age_bin, gains_and_costs
+from kvtier.policies.eviction.reuse.model import (
+    AGE_BINS,
+    BINS_FROM,
+    ReuseModel,
+    age_bin,
+    gains_and_costs,
+)
 from kvtier.policies.eviction.reuse.policy import ReusePolicy
-from kvtier.policies.eviction.reuse.tree import NO_NODE
+from kvtier.policies.eviction.reuse.tree import ASIDE, FRONT, Node, PrefixTree
+from kvtier.policies.eviction.reuse.tree import keys_of as keys_in
 from tests.support.examples import examples
 
 Step = tuple[Any, ...]
@@ -47,6 +53,13 @@ def serve(policy: ReusePolicy, names: str, request: str) -> None:
 # --- the slow model ---
 
 
+def standing_in(tree: PrefixTree, cohort: int) -> list[Node]:
+    """Return the nodes of a queue, the first to go in front."""
+    queue = tree.queues[cohort]
+    returned = [n for n in reversed(queue.returned) if n.place == FRONT and n.cohort == cohort]
+    return [*dict.fromkeys(returned), *(queue.at[place] for place in sorted(queue.at))]
+
+
 def victim_by_looking_at_every_node(policy: ReusePolicy, exclude: set[bytes]) -> bytes | None:
     """Return the key that must go next, or None if only what is out of turn is left.
 
@@ -54,63 +67,61 @@ def victim_by_looking_at_every_node(policy: ReusePolicy, exclude: set[bytes]) ->
     lowest index at its age gives its tail.
     """
     tree = policy._tree
-    oldest: dict[int, int] = {}
+    oldest: dict[int, Node] = {}
     for cohort in range(policy._cohorts.count):
-        node = tree.first_of[cohort]
-        while node != NO_NODE:
-            tail = tree.keys_of(node)[-1]
-            idle = not tree.children[node] and not tree.busy[node]
+        for node in standing_in(tree, cohort):
+            tail = keys_in(node)[-1]
+            idle = not node.children and not node.busy
             if idle and tail not in policy._held and tail not in exclude:
                 oldest[cohort] = node
                 break
-            node = tree._next[node]
 
     def index(cohort: int) -> float:
         if cohort == policy._cohorts.restored:
             return -1.0
         if policy._floor.follows_lru:
-            return tree.used[oldest[cohort]]
-        return policy._model.index_of(cohort, policy._now - tree.used[oldest[cohort]])
+            return oldest[cohort].used
+        return policy._model.index_of(cohort, policy._now - oldest[cohort].used)
 
     if not oldest:
         return None
-    return tree.keys_of(oldest[min(oldest, key=lambda cohort: (index(cohort), cohort))])[-1]
+    return keys_in(oldest[min(oldest, key=lambda cohort: (index(cohort), cohort))])[-1]
 
 
 def check_tree(policy: ReusePolicy) -> None:
     """Check what always holds of the tree and its queues."""
     tree = policy._tree
-    live = set(tree.nodes())
-    assert set(tree.node_of.values()) == live
-    assert Counter(tree.node_of.values()) == {node: tree.size[node] for node in live}
-    standing: Counter[int] = Counter()
-    for cohort, first in enumerate(tree.first_of):
-        node, before = first, NO_NODE
-        while node != NO_NODE:
-            standing[node] += 1
-            assert tree._queue[node] == cohort
-            assert tree._previous[node] == before
-            before, node = node, tree._next[node]
-        assert tree._last_of[cohort] == before
-    assert set(standing.values()) <= {1}, "a node stands in one queue, once"
-    assert set(standing) <= live
+    live = tree.nodes()
     for node in live:
-        assert set(tree.keys_of(node)) == {k for k, n in tree.node_of.items() if n == node}
-        assert len({each[-4:] for each in tree.keys_of(node)}) == 1
-        if not tree.children[node] and not tree.busy[node]:
+        assert [key for key, other in tree.node_of.items() if other is node]
+    assert sum(len(node.keys) for node in live) == len(tree.node_of)
+    standing: Counter[Node] = Counter()
+    for cohort, queue in enumerate(tree.queues):
+        for place, node in queue.at.items():
+            assert node.place == place >= min(queue.first, queue.newest)
+        standing.update(standing_in(tree, cohort))
+        assert all(node.cohort == cohort for node in standing_in(tree, cohort))
+    assert set(standing.values()) <= {1}, "a node stands in one queue, once"
+    assert set(standing) <= set(live)
+    for node in live:
+        assert all(tree.node_of[each] is node for each in keys_in(node))
+        assert len(set(keys_in(node))) == len(node.keys)
+        assert len({each[-4:] for each in keys_in(node)}) == 1
+        assert (node.place != ASIDE) == (node in standing)
+        if not node.children and not node.busy:
             assert node in standing, "what may go stands in a queue"
-        parent = tree.parent[node]
+        parent = node.parent
         seen = set()
-        while parent != NO_NODE and parent in live:
+        while parent is not None and parent in live:
             assert parent not in seen, "a tree has no cycles"
             seen.add(parent)
-            assert tree.keys_of(parent)[-1][-4:] == tree.keys_of(node)[-1][-4:]
-            parent = tree.parent[parent]
-    children = Counter(tree.parent[node] for node in live)
-    for node in range(len(tree.size)):
-        assert tree.children[node] == children[node]
+            assert keys_in(parent)[-1][-4:] == keys_in(node)[-1][-4:]
+            parent = parent.parent
+    children = Counter(node.parent for node in live)
     busy = Counter(node for running in policy._running.values() for node in running.nodes)
-    assert list(tree.busy) == [busy[node] for node in range(len(tree.busy))]
+    for node in live:
+        assert node.children == children[node]
+        assert node.busy == busy[node]
 
 
 KEYS = strategies.sampled_from([key(name, group) for name in "abcdefghij" for group in (0, 1)])
@@ -196,7 +207,7 @@ class World:
 
     def choose(self, count: int, exclude: set[bytes]) -> None:
         policy = self.policy
-        policy._looked_at = -1.0  # as if time had passed: the model knows no stale index
+        policy._tree.changed.update(range(policy._cohorts.count))  # the model knows no stale index
         policy._floor.follows_lru = self.follows_lru
         slow = copy.deepcopy(policy, {id(policy._floor): policy._floor})
         slow._look()
@@ -234,10 +245,9 @@ def test_once_all_requests_end_and_nothing_is_held_everything_can_go(history: li
     for request in ("r0", "r1", "r2"):
         world.policy.end_request(request, None)
     world.policy.unhold(list(world.held))
-    tree = world.policy._tree
     assert set(world.policy.choose_victims(99, frozenset())) == world.resident
     assert len(world.policy) == 0
-    assert sorted(tree._free) == list(range(len(tree.keys))), "all numbers are free, once"
+    assert not any(queue.at for queue in world.policy._tree.queues)
 
 
 # --- order ---
@@ -302,8 +312,8 @@ def test_the_last_block_of_an_earlier_turn_goes_before_the_conversation() -> Non
     serve(policy, "abcx", "turn 1")
     serve(policy, "abcdefy", "turn 2")
     tree = policy._tree
-    assert tree.cohort[tree.node_of[key("x")]] == policy._cohorts.superseded
-    assert tree.parent[tree.node_of[key("x")]] == NO_NODE
+    assert tree.node_of[key("x")].cohort == policy._cohorts.superseded
+    assert tree.node_of[key("x")].parent is None
 
 
 def test_blocks_stored_after_their_request_ended_hang_where_its_order_says() -> None:
@@ -369,7 +379,7 @@ def test_it_learns_from_what_was_evicted_and_came_back() -> None:
     assert sum(returned) == pytest.approx(2.0, abs=0.05), "the body and the last block"
     assert {at % AGE_BINS for at, share in enumerate(returned) if share} == {age_bin(60.0)}
     tree = policy._tree
-    assert tree.uses[tree.node_of[key("a")]] == 2
+    assert tree.node_of[key("a")].uses == 2
 
 
 @given(
@@ -390,8 +400,7 @@ def test_the_index_is_the_best_ratio_over_all_horizons(
         if comes_back:
             model.come_back(cohort, gap, 1.0)
     model.refresh(10_000.0)
-    asked = np.array(sorted({cohort for cohort, _, _ in votes} | {0}))
-    model.index_at(asked, np.zeros(len(asked)))
+    asked = sorted({cohort for cohort, _, _ in votes} | {0})
     gains, costs = gains_and_costs(model._hazards)
     for cohort in asked:
         for start in (0, 3, AGE_BINS - 2):
@@ -399,18 +408,24 @@ def test_the_index_is_the_best_ratio_over_all_horizons(
                 gains[cohort, start:end].sum() / costs[cohort, start:end].sum()
                 for end in range(start + 1, AGE_BINS + 1)
             )
-            assert model._index[cohort, start] == pytest.approx(best)
+            assert model.index_of(cohort, starts_at(start)) == pytest.approx(best)
         assert 0.0 <= gains[cohort].sum() <= 1.0, "no more than all of them return"
 
 
-def test_index_of_one_and_of_all_cohorts_agree() -> None:
+def starts_at(number: int) -> float:
+    """Return the age at which a bin starts."""
+    return 0.0 if number == 0 else BINS_FROM * 2.0 ** ((number - 1) / 2)
+
+
+def test_between_two_bins_the_index_is_between_theirs() -> None:
     model = ReuseModel()
     model.enter(5)
     model.come_back(5, 100.0, 1.0)
     model.refresh(1000.0)
-    for age in (0.0, 0.5, 1.0, 99.0, 1e9):
-        at_once = model.index_at(np.arange(model.cohorts.count), np.full(model.cohorts.count, age))
-        assert at_once[5] == pytest.approx(model.index_of(5, age))
+    for number in (0, 1, 7, AGE_BINS - 2):
+        ends = [model.index_of(5, starts_at(at)) for at in (number, number + 1)]
+        middle = BINS_FROM * 0.8 if number == 0 else starts_at(number) * 2**0.25
+        assert min(ends) < model.index_of(5, middle) < max(ends)
 
 
 def test_a_cohort_that_was_seen_often_believes_its_own_eyes() -> None:
@@ -460,7 +475,9 @@ def test_without_a_clock_time_is_counted_in_blocks() -> None:
     assert policy._now == 1024.0
     policy.pass_time(7.0)
     assert policy._now == 7.0
-    assert set(policy._tree.used) == {7.0}, "times on another scale say nothing"
+    assert {node.used for node in policy._tree.nodes()} == {7.0}, (
+        "times on another scale say nothing"
+    )
 
 
 def test_requests_within_a_second_have_an_order() -> None:
@@ -469,7 +486,7 @@ def test_requests_within_a_second_have_an_order() -> None:
     for name in "abc":
         serve(policy, name, name)
     tree = policy._tree
-    used = [tree.used[tree.node_of[key(name)]] for name in "abc"]
+    used = [tree.node_of[key(name)].used for name in "abc"]
     assert 5.0 <= used[0] < used[1] < used[2] < 6.0
 
 

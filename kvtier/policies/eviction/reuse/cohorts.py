@@ -10,7 +10,6 @@ the information, whatever a block holds and however fast the clock runs.
 
 from __future__ import annotations
 
-from math import log2
 from typing import Final
 
 TURNS_MAX: Final = 6  #: later turns of a conversation count as this one
@@ -29,7 +28,9 @@ def octave(number: int, most: int) -> int:
 
 def gap_level(gap: float) -> int:
     """Return the level of a gap between two uses."""
-    return min(GAPS_MAX - 1, max(0, int(log2(gap + 1.0)) - GAP_OCTAVE_FIRST))
+    return (
+        min(GAPS_MAX - 1, (int(gap) + 1 >> GAP_OCTAVE_FIRST).bit_length() - 1) if gap >= 15 else 0
+    )
 
 
 def use_level(uses: int) -> int:

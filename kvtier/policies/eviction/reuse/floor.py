@@ -15,15 +15,15 @@ A while is measured in turnovers: the time in which as many blocks are admitted 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import compress
 from math import exp, sqrt
 from typing import TYPE_CHECKING, Final
 
 from kvtier.plugin_api.keys import GROUP_BYTES
-from kvtier.plugin_api.runs import Runs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Container, Sequence
 
     from kvtier.plugin_api.keys import Key
 
@@ -56,43 +56,37 @@ class Floor:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._lru = Runs()  # a run for each request, in the order in which they ended
+        self._lru: OrderedDict[Key, None] = OrderedDict()  # the next to go first
         self._since = 0  # sampled blocks admitted since LRU was last followed, or not
         self._while = TURNOVERS_OF_LRU
         self._lead = 0.0  # blocks that the prediction hit more than LRU
         self._spread = 0.0  # the variance of that, if both are equally good
         self.follows_lru = False
 
-    def end_request(
-        self,
-        order: Sequence[Key],
-        count_found: Callable[[Sequence[Key]], int],
-        is_here: Callable[[Key], bool],
-    ) -> None:
-        """Learn that a request used ``order``.
+    def end_request(self, sampled: Sequence[Key], found: int, here: Container[Key]) -> None:
+        """Learn that a request used keys of which these are ``sampled``.
 
-        ``count_found`` returns how many keys it found resident; ``is_here``: whether one is now.
+        ``found``: how many of them it found resident; ``here``: those that are now.
         """
-        sampled = self._sample(order)
-        if sampled:
-            in_lru = self._lru.run_of
-            self._compare(count_found(sampled) - sum(map(in_lru.__contains__, sampled)))
-            self._use([key for key in sampled if key in in_lru or is_here(key)])
+        lru = self._lru
+        in_lru = sum(map(lru.__contains__, sampled))
+        self._compare(found - in_lru)
+        self._use([key for key in sampled if key in here or key in lru])
 
     def store(self, keys: Sequence[Key]) -> None:
         """Learn of resident keys that were in no order, or not resident at that time."""
-        self._use(self._sample(keys))
+        self._use(self.sample(keys, b"".join(keys)))
 
     def forget(self, keys: Sequence[Key]) -> None:
         """See ``EvictionPolicy.forget``."""
-        self._lru.drop(self._sample(keys))
+        for key in self.sample(keys, b"".join(keys)):
+            self._lru.pop(key, None)
 
-    def _sample(self, keys: Sequence[Key]) -> list[Key]:
-        """Return those of the keys that are sampled. Calls with many keys matter most."""
+    def sample(self, keys: Sequence[Key], joined: bytes) -> list[Key]:
+        """Return those of the keys that are sampled. ``joined``: the keys in a row."""
         if not keys:
             return []
         length = len(keys[0])
-        joined = b"".join(keys)
         place = length - GROUP_BYTES - 1
         if place >= 0 and len(joined) == length * len(keys):
             # A column of the joined keys: looking at each takes many times as long. Keys of
@@ -102,14 +96,18 @@ class Floor:
             key for key in keys if key and self._chosen[key[max(0, len(key) - GROUP_BYTES - 1)]]
         ]
 
-    def _use(self, keys: Sequence[Key]) -> None:
-        """Let LRU have ``keys`` as the newest, and evict what does not fit."""
+    def _use(self, keys: list[Key]) -> None:
+        """Let LRU have ``keys`` as the newest, tails before heads, and evict what does not fit."""
         lru = self._lru
         before = len(lru)
-        lru.put(keys, None)
+        for key in reversed(keys):
+            lru[key] = None
+            lru.move_to_end(key)
         new = len(lru) - before
-        if len(lru) > self._capacity:
-            lru.pop(len(lru) - self._capacity, ())
+        if not new:
+            return
+        for _ in range(len(lru) - self._capacity):
+            lru.popitem(last=False)
         self._since += new
         kept = exp(-new / (MEMORY_TURNOVERS * self._capacity))
         self._lead *= kept

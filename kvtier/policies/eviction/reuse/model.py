@@ -45,9 +45,6 @@ HAZARD_GUESS: Final = 0.05
 HAZARD_MAX: Final = 0.9
 """A product of factors may exceed a chance."""
 
-COHORTS_AT_A_TIME: Final = 64
-"""Their indices take a millisecond."""
-
 VOTES_MAX: Final = 200_000.0
 """Older votes count half whenever there are so many: slow forgetting."""
 
@@ -56,6 +53,7 @@ SNAPSHOTS_MAX: Final = 96
 
 _STARTS: Final = np.concatenate([[0.0], 2.0 ** (np.arange(AGE_BINS - 1) / 2)])
 _WIDTHS: Final = np.diff(np.append(_STARTS, 2.0 ** ((AGE_BINS - 1) / 2)))
+_WIDTHS_FROM: Final = [_WIDTHS[start:].tolist() for start in range(AGE_BINS)]
 
 if TYPE_CHECKING:
     Floats = NDArray[np.float64]
@@ -85,9 +83,6 @@ class ReuseModel:
         self._snapshot_times: list[float] = []
         self._snapshots: list[Floats] = []
         self.refresh(now)
-        # Nothing tells cohorts from one another yet.
-        self._index = np.repeat(_gittins(self._hazards[:1]), count, axis=0)
-        self._is_stale = np.zeros(count, dtype=bool)
 
     def enter(self, cohort: int) -> None:
         """Count a stretch of blocks placed in ``cohort``."""
@@ -97,36 +92,38 @@ class ReuseModel:
         """Count that ``share`` of a stretch in ``cohort`` was used again after ``gap``."""
         self._returned[cohort * AGE_BINS + age_bin(gap)] += share
 
-    def index_at(self, cohorts: Ints, ages: Floats) -> Floats:
-        """Return the index of each of ``cohorts`` at an age of its own.
-
-        If hazards have changed since, it is computed anew, for some cohorts in each call: few are
-        in use, and no call takes long.
-        """
-        self._bring_up_to_date(cohorts[self._is_stale[cohorts]][:COHORTS_AT_A_TIME])
-        at = 2.0 * np.log2(np.maximum(ages / BINS_FROM, 2.0**-0.5)) + 1.0
-        at = np.minimum(at, AGE_BINS - 1.001)
-        bins = at.astype(np.int64)
-        low: Floats = self._index[cohorts, bins]
-        low += (at - bins) * (self._index[cohorts, bins + 1] - low)
-        return low
-
     def index_of(self, cohort: int, age: float) -> float:
-        """Return the index of one cohort at an age."""
-        if self._is_stale[cohort]:
-            self._bring_up_to_date(np.array([cohort]))
-        at = min(2.0 * log2(max(age / BINS_FROM, 2.0**-0.5)) + 1.0, AGE_BINS - 1.001)
-        low = int(at)
-        index = self._index[cohort]
-        return float(index[low] + (at - low) * (index[low + 1] - index[low]))
+        """Return the index of a cohort at an age.
 
-    def _bring_up_to_date(self, cohorts: Ints) -> None:
-        if len(cohorts):
-            self._index[cohorts] = _gittins(self._hazards[cohorts])
-            self._is_stale[cohorts] = False
+        It is computed after the hazards have changed and when it is looked at: few are in use.
+        """
+        if age <= BINS_FROM * 0.5**0.5:
+            return self._index_at(cohort, 0)
+        at = 2.0 * log2(age / BINS_FROM) + 1.0
+        low = int(at)
+        if low >= AGE_BINS - 1:
+            return self._index_at(cohort, AGE_BINS - 1)
+        index = self._index_at(cohort, low)
+        return index + (at - low) * (self._index_at(cohort, low + 1) - index)
+
+    def _index_at(self, cohort: int, start: int) -> float:
+        """Return the index at the start of a bin: the best ratio, over all bins to end in."""
+        index = self._index.get(cohort * AGE_BINS + start)
+        if index is None:
+            alive, index, gain, cost = 1.0, 0.0, 0.0, 0.0
+            hazards = self._hazards[cohort, start:].tolist()
+            for hazard, width in zip(hazards, _WIDTHS_FROM[start], strict=True):
+                returns = alive * hazard
+                gain += returns
+                cost += (alive - 0.5 * returns) * width
+                alive -= returns
+                if gain > index * cost:
+                    index = gain / cost
+            self._index[cohort * AGE_BINS + start] = index
+        return index
 
     def refresh(self, now: float) -> None:
-        """Compute hazards from the counts as they are ``now``. Indices follow in ``index_at``."""
+        """Compute hazards from the counts as they are ``now``. Indices follow in ``index_of``."""
         entered = np.frombuffer(self._entered)
         returned = np.frombuffer(self._returned).reshape(-1, AGE_BINS)
         if entered.sum() > VOTES_MAX:
@@ -138,7 +135,7 @@ class ReuseModel:
         self._hazards = self._estimate(
             seen, returned[seen], self._at_risk(now, seen, returned[seen])
         )
-        self._is_stale = np.ones(len(entered), dtype=bool)
+        self._index: dict[int, list[float]] = {}
 
     def _make_snapshot(self, now: float, entered: Floats) -> None:
         self._snapshot_times.append(now)
@@ -202,28 +199,6 @@ def _sum_by(label_of: Ints, table: Floats, labels: int) -> Floats:
 
 def gains_and_costs(hazards: Floats) -> tuple[Floats, Floats]:
     """Return the chance to return in each bin, and the expected time in the cache there."""
-    alive = np.cumprod(1.0 - hazards, axis=1) / (1.0 - hazards)
+    alive = np.cumprod(1.0 - hazards, axis=-1) / (1.0 - hazards)
     gains = alive * hazards
     return gains, (alive - 0.5 * gains) * _WIDTHS
-
-
-def _gittins(hazards: Floats) -> Floats:
-    """Return, for each row and bin, the best ratio of gains to costs from there on.
-
-    That horizon is best up to which the ratios of later stretches are higher, so stretches are
-    joined from the end on. In plain Python: mostly it is about a row or two.
-    """
-    best = np.empty_like(hazards)
-    gains, costs = gains_and_costs(hazards)
-    for row, (gains_of, costs_of) in enumerate(zip(gains.tolist(), costs.tolist(), strict=True)):
-        stretches: list[tuple[float, float]] = []  # the last one is the nearest
-        for start in range(AGE_BINS - 1, -1, -1):
-            gain, cost = gains_of[start], costs_of[start]
-            while stretches and stretches[-1][0] * cost > gain * stretches[-1][1]:
-                later_gain, later_cost = stretches.pop()
-                gain += later_gain
-                cost += later_cost
-            stretches.append((gain, cost))
-            gains_of[start] = gain / cost
-        best[row] = gains_of
-    return best

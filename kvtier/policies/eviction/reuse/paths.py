@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtier.policies.eviction.reuse.cohorts import use_level
-from kvtier.policies.eviction.reuse.tree import NO_NODE
 
 if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
     from kvtier.policies.eviction.reuse.ghosts import Ghosts
     from kvtier.policies.eviction.reuse.model import ReuseModel
-    from kvtier.policies.eviction.reuse.tree import PrefixTree
+    from kvtier.policies.eviction.reuse.tree import Node, PrefixTree
 
 
 class _Use:
@@ -26,8 +25,8 @@ class _Use:
     __slots__ = ("absent", "blocks", "branches", "fresh", "gap", "nodes", "turn")
 
     def __init__(self) -> None:
-        self.nodes: list[int] = []  #: its path through the known blocks
-        self.fresh: list[int] = []  #: nodes of the new blocks below its path
+        self.nodes: list[Node] = []  #: its path through the known blocks
+        self.fresh: list[Node] = []  #: nodes of the new blocks below its path
         self.absent = False  #: some of its blocks are not resident
         self.blocks = 0  #: how many blocks were known, from the head on
         self.turn = 0  #: of the conversation that it continues; 0: of none
@@ -39,53 +38,53 @@ class Paths:
     """Places the blocks of requests in cohorts, and counts the returning ones."""
 
     def __init__(self, tree: PrefixTree, model: ReuseModel, ghosts: Ghosts) -> None:
-        self._now = 0.0
+        self.now = 0.0  #: when the following calls happen
         self._tree = tree
         self._model = model
         self._cohorts = model.cohorts
         self._ghosts = ghosts
 
-    def set_now(self, now: float) -> None:
-        """Set the time at which the following calls happen."""
-        self._now = now
-
     def use(self, chain: list[Key]) -> tuple[int, bool]:
         """Place the blocks of a request that ends.
 
-        Return the cohort of the new ones, and whether some are not resident.
+        Return the cohort of the new ones, and whether some are not resident. A key that the chain
+        has twice counts where it is first.
         """
         use = self._walk(chain)
         return self._place_chain(use, len(chain)), use.absent
 
-    def use_node(self, node: int) -> None:
+    def use_node(self, node: Node) -> None:
         """Count a use of a node by a request whose order is unknown."""
-        tree = self._tree
-        if tree.is_open(node):
-            tree.count_use(node)
-            self.place(node, self._cohorts.unordered)
-        elif tree.size[node]:
-            gap = max(0.0, self._now - tree.used[node])
-            self._model.come_back(tree.cohort[node], gap, tree.size[node] / tree.placed[node])
-            tree.count_use(node)
-            shared = self._is_shared(node)
-            self.place(node, self._cohorts.used_again(tree.uses[node], gap, 0, shared=shared))
+        if not len(node.keys):
+            return
+        is_new = not node.uses
+        gap = max(0.0, self.now - node.used)
+        if not is_new:
+            self._model.come_back(node.cohort, gap, len(node.keys) / node.placed)
+        self._tree.count_use(node)
+        cohort = self._cohorts.unordered
+        if not is_new:
+            shared = node.cohort >= self._cohorts.first_shared
+            cohort = self._cohorts.used_again(node.uses, gap, 0, shared=shared)
+        self.place(node, cohort)
 
-    def place(self, node: int, cohort: int) -> None:
+    def place(self, node: Node, cohort: int) -> None:
         """Put a node that was used now in a cohort."""
-        self._tree.place(node, cohort, self._now)
+        self._tree.place(node, cohort, self.now)
         self._model.enter(cohort)
 
     def complete(self, chain: list[Key], cohort: int) -> None:
         """Place blocks that were stored after their request had ended."""
         tree = self._tree
-        parent, end = NO_NODE, 0
+        chain = list(dict.fromkeys(chain))
+        parent, end = None, 0
         while end < len(chain):
             at = end
             node, end = tree.run(chain, at)
-            if node == NO_NODE:
+            if node is None:
                 continue
-            whole = end - at == tree.size[node]
-            if tree.is_open(node):
+            whole = end - at == len(node.keys)
+            if not node.uses:
                 node = node if whole else tree.split_off(node, chain[at:end])
                 tree.set_parent(node, parent)
                 tree.count_use(node)
@@ -94,7 +93,7 @@ class Paths:
                 node = node if whole else tree.split(node, chain[at:end])
                 tree.set_parent(node, parent)
                 if not whole:
-                    self.place(node, tree.cohort[node])
+                    self.place(node, node.cohort)
             parent = node
 
     def _place_chain(self, use: _Use, length: int) -> int:
@@ -108,18 +107,18 @@ class Paths:
             cohort = cohorts.turn(use.turn + 1, use.gap, new)
         else:
             cohort = cohorts.first(length)
-        self._place_path(use, new)
+        if use.nodes:
+            self._place_path(use, new)
         if use.fresh:
-            above = use.nodes[-1] if use.nodes else NO_NODE
+            above = use.nodes[-1] if use.nodes else None
             body = tree.join(use.fresh)
             last = tree.cut_last(body)
-            if last != body:
+            if last is not body:
                 tree.set_parent(body, above)
                 self.place(body, cohort)
-                tree.set_last(body, last)
                 above = body
-            elif above != NO_NODE and not self._is_shared(above):
-                tree.set_last(above, last)
+            if above is not None and (above is body or above.cohort < cohorts.first_shared):
+                above.last = last.keys[0]
             tree.set_parent(last, above)
             self.place(last, cohorts.last(use.turn + 1))
         return cohort
@@ -127,29 +126,39 @@ class Paths:
     def _walk(self, chain: list[Key]) -> _Use:
         """Find the nodes of a chain, count returns, and split off the blocks it did not use."""
         tree, use = self._tree, _Use()
-        end = 0
-        while end < len(chain):
+        node_of, nodes = tree.node_of, use.nodes
+        length, end = len(chain), 0
+        while end < length:
             at = end
-            node, end = tree.run(chain, at)
-            if node == NO_NODE or tree.is_open(node):
-                self._meet_ghosts(chain, at, end, node, use)
+            node = node_of.get(chain[at])
+            if node is None or not node.uses:
+                node, end = tree.run(chain, at)
+                if node not in use.fresh:
+                    self._meet_ghosts(chain, at, end, node, use)
+                continue
+            size = len(node.keys)
+            end = at + tree.common(node, chain, at)
+            if end == at or node in nodes:
+                end = at + 1
+            if node in nodes:  # twice in the chain
                 continue
             if use.fresh:  # stored again, above what was still there
-                use.nodes.append(tree.join(use.fresh))
+                nodes.append(tree.join(use.fresh))
                 use.fresh = []
-            share = (end - at) / tree.placed[node]
-            self._count_return(tree.cohort[node], tree.used[node], share, use)
-            use.branches = end - at < tree.size[node]
-            use.nodes.append(tree.split(node, chain[at:end]) if use.branches else node)
+            self._count_return(node.cohort, node.used, (end - at) / node.placed, use)
+            use.branches = end - at < size
+            nodes.append(tree.split(node, chain[at:end]) if use.branches else node)
             use.blocks = end
         return use
 
-    def _meet_ghosts(self, chain: list[Key], at: int, end: int, node: int, use: _Use) -> None:
+    def _meet_ghosts(
+        self, chain: list[Key], at: int, end: int, node: Node | None, use: _Use
+    ) -> None:
         """Go through blocks that were not here when the request began: once evicted, or new."""
         tree = self._tree
-        use.absent = use.absent or node == NO_NODE
+        use.absent = use.absent or node is None
         while at < end:
-            ghost = self._ghosts.pop(chain[at], self._now)
+            ghost = self._ghosts.pop(chain[at], self.now)
             if ghost is None:
                 break
             self._count_return(ghost.cohort, ghost.used, ghost.share, use)
@@ -157,43 +166,44 @@ class Paths:
             use.branches = False
             at += len(keys)
             use.blocks = at
-            if node != NO_NODE:
+            if node is not None:
                 back = tree.split_off(node, keys)
-                uses = self._cohorts.uses_of[ghost.cohort]
-                tree.restore(back, ghost.cohort, ghost.used, uses)
+                back.cohort, back.used = ghost.cohort, ghost.used
+                back.uses = self._cohorts.uses_of[ghost.cohort]
                 use.nodes.append(back)
-        if node != NO_NODE and at < end:
-            whole = end - at == tree.size[node]
+        if node is not None and at < end:
+            whole = end - at == len(node.keys)
             use.fresh.append(node if whole else tree.split_off(node, chain[at:end]))
 
     def _count_return(self, cohort: int, used: float, share: float, use: _Use) -> None:
-        use.gap = max(0.0, self._now - used)
+        use.gap = gap = max(0.0, self.now - used)
         use.turn = self._cohorts.turn_of[cohort] or use.turn
-        self._model.come_back(cohort, use.gap, share)
+        self._model.come_back(cohort, gap, share)
 
     def _place_path(self, use: _Use, new: int) -> None:
         """Put the blocks used again, with ``new`` blocks below them, in their cohorts."""
         tree, cohorts, nodes = self._tree, self._cohorts, use.nodes
-        parent = NO_NODE
+        parent = None
         for node in nodes:
-            tree.set_parent(node, parent)
+            if node.parent is not parent:
+                tree.set_parent(node, parent)
             parent = node
-        on_path = set(nodes)
         shared = 0  # so many nodes of the path, from the head on, have other branches
+        first_shared = cohorts.first_shared
         for depth, node in enumerate(nodes, start=1):
             goes_on = depth < len(nodes)
-            others = tree.children[node] - goes_on
+            others = node.children - goes_on
             if others and (goes_on or use.fresh):
-                others -= self._supersede(node, on_path)
-            if others or self._is_shared(node):
+                others -= self._supersede(node, nodes)
+            if others or node.cohort >= first_shared:
                 shared = depth
             tree.count_use(node)
         for depth, node in enumerate(self._merge(nodes, shared), start=1):
-            gap = max(0.0, self._now - tree.used[node])
-            cohort = cohorts.used_again(tree.uses[node], gap, new, shared=depth <= shared)
+            gap = max(0.0, self.now - node.used)
+            cohort = cohorts.used_again(node.uses, gap, new, shared=depth <= shared)
             self.place(node, cohort)
 
-    def _merge(self, nodes: list[int], shared: int) -> list[int]:
+    def _merge(self, nodes: list[Node], shared: int) -> list[Node]:
         """Merge like nodes below the ``shared`` ones of a path; return the remaining path.
 
         So a conversation has as many nodes as there are levels of uses, not one for each turn.
@@ -202,10 +212,10 @@ class Paths:
         left = nodes[: shared + 1]
         for at in range(shared + 1, len(nodes)):
             upper, lower = left[-1], nodes[at]
-            below = nodes[at + 1] if at + 1 < len(nodes) else NO_NODE
-            alike = use_level(tree.uses[upper]) == use_level(tree.uses[lower])
-            if alike and tree.children[lower] == (below != NO_NODE):
-                if below != NO_NODE:
+            below = nodes[at + 1] if at + 1 < len(nodes) else None
+            alike = use_level(upper.uses) == use_level(lower.uses)
+            if alike and lower.children == (below is not None):
+                if below is not None:
                     tree.set_parent(below, upper)
                 tree.merge(upper, lower)
             else:
@@ -213,17 +223,14 @@ class Paths:
         nodes[:] = left
         return left
 
-    def _supersede(self, node: int, on_path: set[int]) -> int:
+    def _supersede(self, node: Node, path: list[Node]) -> int:
         """Return 1 if an earlier request's last block, which this one left out, hung here."""
         tree, cohorts = self._tree, self._cohorts
-        last = tree.last[node]
-        if last == NO_NODE or last in on_path or tree.parent[last] != node:
+        last = tree.node_of.get(node.last)
+        if last is None or last.parent is not node or last in path:
             return 0
-        if not cohorts.is_last(tree.cohort[last]):
+        if not cohorts.is_last(last.cohort):
             return 0
-        tree.set_parent(last, NO_NODE)
+        tree.set_parent(last, None)
         self.place(last, cohorts.superseded)
         return 1
-
-    def _is_shared(self, node: int) -> bool:
-        return self._tree.cohort[node] >= self._cohorts.first_shared

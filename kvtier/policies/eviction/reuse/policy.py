@@ -22,6 +22,7 @@ admitted blocks, in 1024ths of the capacity.
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -32,12 +33,13 @@ from kvtier.policies.eviction.reuse.floor import Floor
 from kvtier.policies.eviction.reuse.ghosts import Ghosts
 from kvtier.policies.eviction.reuse.model import ReuseModel
 from kvtier.policies.eviction.reuse.paths import Paths
-from kvtier.policies.eviction.reuse.tree import NO_NODE, PrefixTree
+from kvtier.policies.eviction.reuse.tree import PrefixTree, depth, keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from kvtier.plugin_api.keys import Key, RequestId
+    from kvtier.policies.eviction.reuse.tree import Node
 
 LEARN_REQUESTS: Final = 64
 """The model is recomputed after this many requests, or half as many as it has seen."""
@@ -53,10 +55,14 @@ TICK_WEIGHT: Final = 0.1
 """Weight of the last tick in the mean of requests per tick."""
 
 LOOK_UNITS: Final = 0.25
-"""Ages of the oldest nodes are looked at again after this time."""
+"""The index of a cohort's oldest node is computed again after this time at least."""
 
 LOOK_BLOCKS: Final = 512
 """The same without a clock, in admitted blocks: a look costs as much as some dozen of them."""
+
+LOOK_SHARE_MAX: Final = 1.0
+"""And not before its age has grown by half of the share by which its index exceeds the lowest, or
+by this share: an index falls no faster than an age grows."""
 
 ENDED_MAX: Final = 64
 """Orders kept of requests that ended before all their blocks were stored (as in a slow tier)."""
@@ -72,8 +78,8 @@ class _Running:
 
     def __init__(self, began: int) -> None:
         self.began = began  #: when, in admitted blocks
-        self.nodes: set[int] = set()
-        self.brought: dict[bytes, int] = {}  #: the node of its new blocks, by KV-cache group
+        self.nodes: dict[Node, None] = {}
+        self.brought: dict[bytes, Node] = {}  #: the node of its new blocks, by KV-cache group
 
 
 class _Ended:
@@ -111,9 +117,12 @@ class ReusePolicy(EvictionPolicy):
         self._ended_since = 0  # requests
         self._ended_per_tick = 1.0  # a running mean
         self._learn_at = 16
-        self._looked_at = -1.0
+        self._index = np.full(self._cohorts.count, np.inf)  # of the oldest node of each cohort
+        self._due: list[tuple[float, int]] = []  # a heap: when to compute which index again
+        self._is_due = bytearray(self._cohorts.count)
+        self._step = LOOK_BLOCKS * 1024.0 / self.capacity  # shortest time until then
+        self._lowest = 1.0  # index, of all at the last look
         self._follows_lru = False
-        self._index = np.full(self._cohorts.count, np.inf)
 
     # --- calls that report events ---
 
@@ -124,13 +133,13 @@ class ReusePolicy(EvictionPolicy):
         if not tree.node_of.keys().isdisjoint(keys):
             self.touch(keys, request)
             new = [key for key in keys if key not in tree.node_of]
-        for chain in _chains(new):
+        for chain in _chains(new, b"".join(new)):
             running = self._run(request)
             group = chain[0][-GROUP_BYTES:]
-            node = running.brought.get(group, NO_NODE)
-            if node == NO_NODE or not tree.is_open(node):  # another request continued it
+            node = running.brought.get(group)
+            if node is None or node.uses or not node.keys:  # another request continued it
                 node = running.brought[group] = tree.open(self._cohorts.unordered, self._now)
-                running.nodes.add(node)
+                running.nodes[node] = None
             tree.extend(node, chain)
             self._admitted += len(chain)
             if not self._has_clock:
@@ -142,17 +151,18 @@ class ReusePolicy(EvictionPolicy):
         """See ``EvictionPolicy.touch``. Counted once, when the request ends."""
         if not keys:
             return
-        tree = self._tree
+        node_of = self._tree.node_of
         # Mostly many of them are in the first one's node.
-        first, end = tree.run(list(keys), 0)
-        nodes = {first, *map(tree.node_of.get, keys[end:])}
-        nodes -= {None, NO_NODE}
+        first = node_of.get(keys[0])
+        rest = keys if first is None else keys[self._tree.common(first, list(keys), 0) :]
+        nodes = {first, *map(node_of.get, rest)}
+        nodes.discard(None)
         if nodes:
             mine = self._run(request).nodes
             for node in nodes:
                 if node is not None and node not in mine:
-                    mine.add(node)
-                    tree.use(node)
+                    mine[node] = None
+                    node.busy += 1
 
     def hold(self, keys: Sequence[Key]) -> None:
         """See ``EvictionPolicy.hold``."""
@@ -173,18 +183,23 @@ class ReusePolicy(EvictionPolicy):
         running = self._running.pop(request, None)
         ended = None
         if order:
-            is_here = self._tree.node_of.__contains__
-            self._floor.end_request(order, self._count_found, is_here)
-            self._use_order(request, order)
+            joined = b"".join(order)
+            sampled = self._floor.sample(order, joined)
+            if sampled:
+                node_of = self._tree.node_of
+                here = {key: node_of[key] for key in sampled if key in node_of}
+                found = sum([1 for node in here.values() if node.uses])
+                self._floor.end_request(sampled, found, here)
+            self._use_order(request, _chains(order, joined), order)
         elif running is not None:
             ended = self._ended.get(request)
             if ended is not None:
-                for chain in _chains(ended.order):
+                for chain in _chains(ended.order, b"".join(ended.order)):
                     self._paths.complete(chain, ended.cohorts[chain[0][-GROUP_BYTES:]])
         if running is not None:
             if not order:
                 for node in running.brought.values():
-                    self._floor.store(self._tree.keys_of(node))
+                    self._floor.store(keys_of(node))
             self._stop(running, count_uses=order is None and ended is None)
         self._requests += 1
         if not self._has_clock:
@@ -199,10 +214,11 @@ class ReusePolicy(EvictionPolicy):
         """See ``EvictionPolicy.pass_time``. The first time replaces the count of blocks."""
         if not self._has_clock:
             self._has_clock = True
+            self._step = LOOK_UNITS
             self._model.clear(now)
             self._ghosts.clear()
-            self._tree.set_used(now)
-            self._looked_at = -1.0
+            for node in self._tree.nodes():
+                node.used = now
         more = self._ended_since - self._ended_per_tick
         self._ended_per_tick = max(1.0, self._ended_per_tick + TICK_WEIGHT * more)
         self._ended_since = 0
@@ -212,11 +228,11 @@ class ReusePolicy(EvictionPolicy):
 
     def clear(self) -> None:
         """See ``EvictionPolicy.clear``. Learnt gaps and chances stay."""
-        has_clock, now = self._has_clock, self._now
+        has_clock, now, step = self._has_clock, self._now, self._step
         self._ghosts.clear()
         self._floor.clear()
         self._start()
-        self._has_clock = has_clock
+        self._has_clock, self._step = has_clock, step
         self._tick = now
         self._set_now(now)
 
@@ -237,19 +253,19 @@ class ReusePolicy(EvictionPolicy):
             exclude = frozenset(exclude)
         self._look()
         victims: list[Key] = []
-        passed: list[int] = []
+        passed: list[Node] = []
         while len(victims) < count:
             node = self._most_dispensable()
-            if node == NO_NODE:
+            if node is None:
                 break
-            if tree.children[node] or tree.busy[node]:
+            if node.children or node.busy:
                 tree.put_aside(node)
                 continue
             gone = tree.cut(node, count - len(victims), self._held, exclude)
             if gone:
-                self._remember(node)
+                self._remember(node, gone[-1])
                 victims += gone
-            if tree.size[node] == 0:
+            if not len(node.keys):
                 tree.discard_empty(node)
             elif len(victims) < count:
                 tree.put_aside(node)
@@ -269,10 +285,10 @@ class ReusePolicy(EvictionPolicy):
 
     # --- a chain of blocks that a request used ---
 
-    def _use_order(self, request: RequestId, order: Sequence[Key]) -> None:
+    def _use_order(self, request: RequestId, chains: list[list[Key]], order: Sequence[Key]) -> None:
         cohorts: dict[bytes, int] = {}
         any_absent = False
-        for chain in _chains(order):
+        for chain in chains:
             cohort, absent = self._paths.use(chain)
             cohorts[chain[0][-GROUP_BYTES:]] = cohort
             any_absent = any_absent or absent
@@ -282,8 +298,7 @@ class ReusePolicy(EvictionPolicy):
                 del self._ended[next(iter(self._ended))]
 
     def _set_now(self, now: float) -> None:
-        self._now = now
-        self._paths.set_now(now)
+        self._now = self._paths.now = now
 
     def _learn(self) -> None:
         """Recompute the model now and then: with a clock not on a request's time."""
@@ -292,12 +307,6 @@ class ReusePolicy(EvictionPolicy):
             often = min(LEARN_REQUESTS_MAX, max(LEARN_REQUESTS, seen // LEARN_SHARE))
             self._learn_at = seen + min(often, max(LEARN_REQUESTS_MIN, seen // 2))
             self._model.refresh(self._now)
-            self._looked_at = -1.0
-
-    def _count_found(self, keys: Sequence[Key]) -> int:
-        """Return how many of the keys a request that uses them found, and did not bring."""
-        nodes, uses = map(self._tree.node_of.get, keys), self._tree.uses
-        return sum(1 for node in nodes if node is not None and uses[node])
 
     # --- requests that run ---
 
@@ -314,102 +323,86 @@ class ReusePolicy(EvictionPolicy):
     def _stop(self, running: _Running, *, count_uses: bool) -> None:
         """Release a request's nodes, and place those whose order is unknown."""
         tree = self._tree
-        for node in sorted(running.nodes):
-            if count_uses or tree.is_open(node):
+        for node in running.nodes:
+            if count_uses or not node.uses:
                 self._paths.use_node(node)
             tree.release(node)
 
     # --- victims ---
 
     def _look(self) -> None:
-        """Compute the index of the oldest node of each cohort, if time has passed."""
-        step = LOOK_UNITS if self._has_clock else LOOK_BLOCKS * 1024.0 / self.capacity
+        """Note the cohorts whose index has to be computed again, as their oldest node has aged."""
+        changed, due = self._tree.changed, self._due
         if self._follows_lru != self._floor.follows_lru:
             self._follows_lru = self._floor.follows_lru
-            self._looked_at = -1.0
-        if 0.0 <= self._now - self._looked_at < step and self._looked_at >= 0.0:
-            return
-        tree = self._tree
-        self._looked_at = self._now
-        self._index = np.full(self._cohorts.count, np.inf)
-        first = np.frombuffer(tree.first_of, dtype=np.int32)
-        cohorts = np.flatnonzero(first != NO_NODE)
-        if len(cohorts):
-            used = np.frombuffer(tree.used)[first[cohorts]]
-            self._index[cohorts] = (
-                used if self._follows_lru else self._model.index_at(cohorts, self._now - used)
-            )
-            if first[self._cohorts.restored] != NO_NODE:
-                self._index[self._cohorts.restored] = RESTORED_INDEX
-        tree.changed.clear()
+            changed.update(np.flatnonzero(self._index != np.inf).tolist())
+        while due and due[0][0] <= self._now:
+            _, cohort = heappop(due)
+            changed.add(cohort)
+            self._is_due[cohort] = 0
 
-    def _most_dispensable(self) -> int:
+    def _most_dispensable(self) -> Node | None:
         """Return the node with the lowest index, of those that are the oldest of a cohort.
 
         If LRU is followed the index is the last use: queues stand in that order.
         """
-        tree, index = self._tree, self._index
+        tree, index, now = self._tree, self._index, self._now
         for cohort in tree.changed:
-            node = tree.first_of[cohort]
-            if node == NO_NODE:
+            node = tree.first_of(cohort)
+            if node is None:
                 index[cohort] = np.inf
             elif cohort == self._cohorts.restored:
                 index[cohort] = RESTORED_INDEX
             elif self._follows_lru:
-                index[cohort] = tree.used[node]
+                index[cohort] = node.used
             else:
-                index[cohort] = self._model.index_of(cohort, self._now - tree.used[node])
+                age = now - node.used
+                index[cohort] = value = self._model.index_of(cohort, age)
+                if not self._is_due[cohort]:
+                    self._is_due[cohort] = 1
+                    wait = age * min(LOOK_SHARE_MAX, 0.5 * (value / self._lowest - 1.0))
+                    heappush(self._due, (now + max(self._step, wait), cohort))
         tree.changed.clear()
-        return tree.first_of[int(index.argmin())]
+        cohort = int(index.argmin())
+        if not self._follows_lru:
+            self._lowest = max(1e-9, float(index[cohort]))
+        return tree.first_of(cohort)
 
-    def _remember(self, node: int) -> None:
-        """Leave a ghost of all blocks that ``node`` has lost from its tail."""
-        tree = self._tree
-        end, keys = tree.end[node], tree.keys[node]
-        length = len(keys) - end
-        share = min(1.0, length / tree.placed[node])
-        self._ghosts.remember(keys[end], tree.cohort[node], share, length, tree.used[node])
+    def _remember(self, node: Node, head: Key) -> None:
+        """Leave a ghost of all blocks that ``node`` has lost from its tail; ``head``: the first."""
+        share = min(1.0, node.lost / node.placed)
+        self._ghosts.remember(head, node.cohort, share, node.lost, node.used)
 
     def _pop_anywhere(self, count: int, exclude: set[Key] | frozenset[Key]) -> list[Key]:
         """Return up to ``count`` keys that may go, out of order: room matters more than order."""
         tree, held = self._tree, self._held
         gone: list[Key] = []
-        nodes = [(tree.busy[n] > 0, tree.used[n], -tree.depth(n), n) for n in tree.nodes()]
-        for _, _, _, node in sorted(nodes):
+        nodes = [(n.busy > 0, n.used, -depth(n), at, n) for at, n in enumerate(tree.nodes())]
+        for *_, node in sorted(nodes):
             if len(gone) >= count:
                 break
             gone += tree.cut(node, count - len(gone), held, exclude)
             tree.discard_empty(node)
-            if len(gone) < count and tree.size[node]:  # go on behind one that must stay
-                may_go = [
-                    k for k in reversed(tree.keys_of(node)) if k not in held and k not in exclude
-                ]
+            if len(gone) < count and len(node.keys):  # go on behind one that must stay
+                may_go = [k for k in reversed(keys_of(node)) if k not in held and k not in exclude]
                 del may_go[count - len(gone) :]
                 tree.remove(may_go)
                 gone += may_go
         return gone
 
 
-def _chains(keys: Sequence[Key]) -> list[list[Key]]:
-    """Return the chains in ``keys``, one for each KV-cache group, each key once."""
+def _chains(keys: Sequence[Key], joined: bytes) -> list[list[Key]]:
+    """Return the chains in ``keys``, one for each KV-cache group. ``joined``: the keys in a row."""
     if not keys:
         return []
-    if _are_of_one_group(keys) and len(set(keys)) == len(keys):
-        return [list(keys)]
-    chains: dict[bytes, dict[Key, None]] = {}
-    for key in keys:
-        chains.setdefault(key[-GROUP_BYTES:], {})[key] = None
-    return [list(chain) for chain in chains.values()]
-
-
-def _are_of_one_group(keys: Sequence[Key]) -> bool:
-    """Return whether all keys end in the same group; may be False if their lengths differ."""
-    joined = b"".join(keys)
     length, count = len(keys[0]), len(keys)
-    if len(joined) != length * count:
-        return False
-    # A column of the joined keys at a time: slicing each key takes five times as long.
-    for place in range(max(0, length - GROUP_BYTES), length):
-        if joined[place::length].count(joined[place]) != count:
-            return False
-    return True
+    if len(joined) == length * count and all(
+        # A column of the joined keys at a time: slicing each key takes five times as long.
+        joined[place::length].count(joined[place]) == count
+        for place in range(max(0, length - GROUP_BYTES), length)
+    ):
+        return [list(keys)]
+    chains: dict[bytes, list[Key]] = {}
+    for key in keys:
+        chains.setdefault(key[-GROUP_BYTES:], []).append(key)
+    return list(chains.values())

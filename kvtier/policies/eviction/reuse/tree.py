@@ -10,27 +10,27 @@ at: when its turn comes it is put *aside*, out of its queue, and it goes back to
 the front once its last child has gone and the last request has ended. It was
 the oldest when it left, and all nodes that came since are younger.
 
-All data about nodes is in arrays, keys too, and the dict of keys holds plain
-numbers: the garbage collector has nothing to look through.
+The garbage collector has nothing to look through: it tracks neither nodes nor a dict of
+them. So nodes must not refer to one another in a circle. They know their parents only, and
+a queue is a dict by place in place of links.
 """
 
 from __future__ import annotations
 
-from array import array
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
+from msgspec import Struct
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from kvtier.plugin_api.keys import Key
 
-_Keys: TypeAlias = "Sequence[Key] | np.ndarray[Any, Any]"
+_Keys: TypeAlias = "list[Key] | tuple[Key, ...] | np.ndarray[Any, Any]"
 
-NO_NODE: Final = -1
-ASIDE: Final = -1  #: the queue of nodes that stand in none
-FREE: Final = -2  #: the queue of numbers that belong to no node
+ASIDE: Final = 0  #: the place of a node that stands in no queue
+FRONT: Final = -1  #: the place of nodes that came back to the front of their queue
 
 SHORT: Final = 32
 """So many keys stand in a tuple, more in an array, those of a node that is being filled in a
@@ -38,335 +38,269 @@ list. The collector looks through each new tuple once, which takes milliseconds 
 long ones; it does not track NumPy's arrays."""
 
 
+class Node(Struct, gc=False, eq=False):
+    """A stretch of blocks. Fields are read by the policy, and changed here and in ``paths``."""
+
+    keys: _Keys  #: from head to tail
+    cohort: int
+    used: float  #: when last
+    uses: int = 1  #: 0: it is open, its use is not known yet
+    parent: Node | None = None
+    children: int = 0  #: how many resident nodes have it as parent
+    busy: int = 0  #: how many running requests use it
+    placed: int = 0  #: how many keys it had when it was placed in its cohort
+    lost: int = 0  #: how many were cut off its tail
+    last: Key = b""  #: the first key of the child that was the last block of its request
+    place: int = ASIDE  #: in the queue of its cohort
+
+
+class Queue(Struct, gc=False, eq=False):
+    """The nodes of a cohort, the one that was placed first in front."""
+
+    at: dict[int, Node]  #: by place
+    returned: list[Node]  #: those that came back, the latest first to go; some have left again
+    first: int = 1  #: no node has a lower place
+    newest: int = 0  #: place
+
+
 class PrefixTree:
-    """Nodes by number. Fields are read by the policy, and changed here."""
+    """Finds the node of each key, and keeps nodes in their queues."""
 
     def __init__(self, queues: int) -> None:
-        self.node_of: dict[Key, int] = {}
-        self.keys: list[_Keys] = []  #: from head to tail; some may have left
-        self.end = array("i")  #: of those, how many may still be here
-        self.size = array("i")  #: how many are
-        self.parent = array("i")
-        self.children = array("i")  #: how many resident nodes have it as parent
-        self.busy = array("i")  #: how many running requests use it
-        self.cohort = array("h")
-        self.placed = array("i")  #: size when it was placed in its cohort
-        self.used = array("d")  #: when last
-        self.uses = array("i")
-        self.last = array("i")  #: the child that was the last block of its request
-        self.first_of = array("i", [NO_NODE]) * queues
+        self.node_of: dict[Key, Node] = {}
+        self.queues = [Queue({}, []) for _ in range(queues)]
         self.changed: set[int] = set()  #: queues that may have another first node
-        self._last_of = array("i", [NO_NODE]) * queues
-        self._queue = array("h")
-        self._next = array("i")
-        self._previous = array("i")
-        self._free: list[int] = []
-        self._numbers = (
-            *(self.end, self.size, self.placed, self.uses, self.cohort, self.children),
-            *(self.busy, self.parent, self.last, self._queue, self._next, self._previous),
-        )
 
-    def add(self, keys: Sequence[Key], cohort: int, used: float) -> int:
+    def add(self, keys: list[Key] | tuple[Key, ...], cohort: int, used: float) -> Node:
         """Return a new node that stands aside. It takes the keys from their current nodes."""
-        if self._free:
-            node = self._free.pop()
-            self.keys[node] = _stored(keys)
-            self.used[node] = used
-        else:
-            node = len(self.keys)
-            self.keys.append(_stored(keys))
-            self.used.append(used)
-            for numbers in self._numbers:
-                numbers.append(0)
-        self.end[node] = self.size[node] = self.placed[node] = len(keys)
-        self.cohort[node] = cohort
-        self.uses[node] = 1
-        self.parent[node] = self.last[node] = NO_NODE
-        self._queue[node] = ASIDE
-        self._note(keys, node)
+        node = Node(_stored(keys), cohort, used, placed=len(keys))
+        self.node_of.update(dict.fromkeys(keys, node))
         return node
 
-    def open(self, cohort: int, used: float) -> int:
+    def open(self, cohort: int, used: float) -> Node:
         """Return a new node of unknown use, which one running request uses."""
-        node = self.add((), cohort, used)
-        self.keys[node] = []
-        self.uses[node] = 0
-        self.busy[node] = 1
-        return node
+        return Node([], cohort, used, uses=0, busy=1)
 
-    def _note(self, keys: Iterable[Key], node: int) -> None:
-        node_of = self.node_of
-        for key in keys:
-            node_of[key] = node
-
-    def is_open(self, node: int) -> bool:
-        """Return whether the node's use is not known yet."""
-        return self.uses[node] == 0 and self.size[node] > 0
-
-    def extend(self, node: int, keys: _Keys) -> None:
+    def extend(self, node: Node, keys: _Keys) -> None:
         """Let ``node`` take ``keys``, behind its own."""
-        mine = self._present(node)
+        mine, new = node.keys, dict.fromkeys(_as_list(keys), node)
         if isinstance(mine, list):
-            mine += keys
+            mine += new  # a request may bring a key twice
         elif len(mine) + len(keys) <= SHORT:
-            mine = (*mine, *keys)
+            node.keys = (*mine, *keys)
         else:
-            mine = np.concatenate((_as_array(mine), _as_array(keys)))
-        self.keys[node] = mine
-        self.size[node] = self.end[node] = len(mine)
-        self._note(_as_list(keys), node)
+            node.keys = np.concatenate((_as_array(mine), _as_array(keys)))
+        node.lost = 0
+        self.node_of.update(new)
 
-    def keys_of(self, node: int) -> tuple[Key, ...]:
-        """Return the keys that are in ``node``, from head to tail."""
-        return tuple(_as_list(self._present(node)))
+    def common(self, node: Node, chain: list[Key], at: int) -> int:
+        """Return how many of the node's keys, from the first on, the chain has from ``at`` on.
 
-    def _present(self, node: int) -> _Keys:
-        """Return the keys that are in ``node``, as they are kept: perhaps its own list of them."""
-        keys, end = self.keys[node], self.end[node]
-        if end < len(keys):
-            keys = keys[:end]
-        if self.size[node] == end:
-            return keys
-        node_of = self.node_of
-        here = [key for key in _as_list(keys) if node_of.get(key) == node]
-        return here if isinstance(keys, list) else _stored(here)
+        Comparing many keys at once takes a third of the time of looking each up.
+        """
+        keys = _as_list(node.keys)
+        if chain[at : at + len(keys)] == keys:
+            return len(keys)
+        low, high = 0, len(keys) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if chain[at + low : at + middle] == keys[low:middle]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
-    def run(self, chain: list[Key], at: int) -> tuple[int, int]:
+    def run(self, chain: list[Key], at: int) -> tuple[Node | None, int]:
         """Return the node of the block at ``at``, and where the blocks from there on leave it.
 
         Blocks that are not resident count as a node of their own.
         """
         node_of = self.node_of
-        node = node_of.get(chain[at], NO_NODE)
+        node = node_of.get(chain[at])
         end = at + 1
-        if node != NO_NODE and self.size[node] == self.end[node]:
-            # Comparing many keys at once takes a third of the time of looking each up.
-            end = max(end, at + _common(chain, at, _as_list(self._present(node))))
-        while end < len(chain) and node_of.get(chain[end], NO_NODE) == node:
+        if node is not None:
+            end = max(end, at + self.common(node, chain, at))
+        while end < len(chain) and node_of.get(chain[end]) is node:
             end += 1
         return node, end
 
-    def split(self, node: int, keys: list[Key]) -> int:
+    def split(self, node: Node, keys: list[Key]) -> Node:
         """Move ``keys`` of ``node`` to a new node above it, and return the new node."""
         upper = self.split_off(node, keys)
-        self.set_parent(upper, self.parent[node])
+        self.set_parent(upper, node.parent)
         self.set_parent(node, upper)
         return upper
 
-    def split_off(self, node: int, keys: list[Key]) -> int:
+    def split_off(self, node: Node, keys: list[Key]) -> Node:
         """Move ``keys`` of ``node`` to a new node without a parent, and return the new node."""
-        mine = self._present(node)
-        if _as_list(mine[: len(keys)]) == keys:
-            rest = mine[len(keys) :]
+        rest = _as_list(node.keys)
+        if rest[: len(keys)] == keys:
+            rest = rest[len(keys) :]
         else:
             moved = set(keys)
-            rest = [key for key in _as_list(mine) if key not in moved]
-        new = self.add(keys, self.cohort[node], self.used[node])
-        self.uses[new] = self.uses[node]
-        self.placed[new] = self.placed[node]
-        self.keys[node] = _as_list(rest) if self.uses[node] == 0 else _stored(rest)
-        self.size[node] = self.end[node] = len(rest)
-        self.discard_empty(node)
+            rest = [key for key in rest if key not in moved]
+        new = self.add(keys, node.cohort, node.used)
+        new.uses, new.placed = node.uses, node.placed
+        self._keep(node, rest)
         return new
 
-    def join(self, nodes: list[int]) -> int:
+    def join(self, nodes: list[Node]) -> Node:
         """Return the first of the open ``nodes``, which now has the keys of all others."""
         first, *others = nodes
         for other in others:
-            keys = self._present(other)
-            self.extend(first, keys)
-            self.lose(other, len(keys))
+            self.merge(first, other)
         return first
 
-    def cut_last(self, node: int) -> int:
+    def cut_last(self, node: Node) -> Node:
         """Move the last block of an open node to a node of its own; return it. Close both.
 
         It is the node itself if that has one block.
         """
-        keys = _as_list(self._present(node))
-        last = [] if len(keys) == 1 else [keys.pop()]
-        self.keys[node] = keys
-        self.size[node] = self.end[node] = len(keys)
+        keys = _as_list(node.keys)
+        last = None if len(keys) == 1 else self.add((keys.pop(),), node.cohort, node.used)
+        node.keys = keys
         self.count_use(node)
-        return self.add(last, self.cohort[node], self.used[node]) if last else node
+        return last or node
 
-    def merge(self, upper: int, lower: int) -> None:
-        """Let ``upper`` take the keys of ``lower``, its only child, which has none."""
-        self.extend(upper, self._present(lower))
-        self.size[lower] = 0
-        self.discard_empty(lower)
+    def merge(self, upper: Node, lower: Node) -> None:
+        """Let ``upper`` take the keys of ``lower``, which has no children."""
+        self.extend(upper, lower.keys)
+        self._keep(lower, [])
 
-    def set_parent(self, node: int, parent: int) -> None:
+    def set_parent(self, node: Node, parent: Node | None) -> None:
         """Hang ``node`` below ``parent``, which may be none."""
-        old = self.parent[node]
-        if old == parent:
+        old = node.parent
+        if old is parent:
             return
-        self.parent[node] = parent
-        if parent != NO_NODE:
-            self.children[parent] += 1
-        if old != NO_NODE:
-            self.children[old] -= 1
-            self._settle(old)
+        node.parent = parent
+        if parent is not None:
+            parent.children += 1
+        if old is not None:
+            old.children -= 1
+            self.come_back(old)
 
-    def use(self, node: int) -> None:
-        """Note that one more running request uses ``node``."""
-        self.busy[node] += 1
-
-    def release(self, node: int) -> None:
+    def release(self, node: Node) -> None:
         """Note that one running request fewer uses ``node``."""
-        self.busy[node] -= 1
-        self._settle(node)
+        node.busy -= 1
+        self.come_back(node)
 
-    def place(self, node: int, cohort: int, used: float) -> None:
+    def place(self, node: Node, cohort: int, used: float) -> None:
         """Put ``node`` at the end of the queue of ``cohort``."""
-        self._leave_queue(node)
-        self.cohort[node] = cohort
-        self.used[node] = used
-        self.placed[node] = self.size[node]
-        last = self._last_of[cohort]
-        self._queue[node] = cohort
-        self._previous[node] = last
-        self._next[node] = NO_NODE
-        self._last_of[cohort] = node
-        if last == NO_NODE:
-            self.first_of[cohort] = node
+        self.put_aside(node)
+        node.cohort = cohort
+        node.used = used
+        node.placed = len(node.keys)
+        queue = self.queues[cohort]
+        if not queue.at:
+            self.changed.add(cohort)
+        node.place = queue.newest = queue.newest + 1
+        queue.at[node.place] = node
+
+    def put_aside(self, node: Node) -> None:
+        """Take ``node`` out of its queue, if it stands in one."""
+        place = node.place
+        if place == ASIDE:
+            return
+        cohort = node.cohort
+        queue = self.queues[cohort]
+        if place == FRONT:
             self.changed.add(cohort)
         else:
-            self._next[last] = node
+            del queue.at[place]
+            if place <= queue.first:
+                self.changed.add(cohort)
+        node.place = ASIDE
 
-    def put_aside(self, node: int) -> None:
-        """Take ``node`` out of its queue."""
-        self._leave_queue(node)
-
-    def come_back(self, node: int) -> None:
+    def come_back(self, node: Node) -> None:
         """Put ``node`` at the front of its cohort's queue, if it stood aside and may go."""
-        if self.children[node] or self.busy[node] or self._queue[node] != ASIDE:
-            return
-        cohort = self.cohort[node]
-        first = self.first_of[cohort]
-        self._queue[node] = cohort
-        self._previous[node] = NO_NODE
-        self._next[node] = first
-        self.first_of[cohort] = node
-        self.changed.add(cohort)
-        if first == NO_NODE:
-            self._last_of[cohort] = node
-        else:
-            self._previous[first] = node
+        if node.place == ASIDE and not node.children and not node.busy and len(node.keys):
+            node.place = FRONT
+            self.queues[node.cohort].returned.append(node)
+            self.changed.add(node.cohort)
+
+    def first_of(self, cohort: int) -> Node | None:
+        """Return the first node of a queue."""
+        queue = self.queues[cohort]
+        returned, at = queue.returned, queue.at
+        while returned:
+            if returned[-1].place == FRONT and returned[-1].cohort == cohort:
+                return returned[-1]
+            returned.pop()
+        if not at:
+            return None
+        first = queue.first
+        while first not in at:
+            first += 1
+        queue.first = first
+        return at[first]
 
     def cut(
-        self, node: int, count: int, held: set[Key], exclude: set[Key] | frozenset[Key]
+        self, node: Node, count: int, held: set[Key], exclude: set[Key] | frozenset[Key]
     ) -> list[Key]:
         """Remove and return up to ``count`` keys, from the tail on to one that must stay.
 
         The node may be empty then: the caller must call ``discard_empty``.
         """
+        keys = node.keys
+        start = max(0, len(keys) - count)
+        gone = _as_list(keys[start:])
+        gone.reverse()
+        if not (held.isdisjoint(gone) and exclude.isdisjoint(gone)):
+            stays = [key in held or key in exclude for key in gone]
+            del gone[stays.index(True) :]
+            start = len(keys) - len(gone)
         node_of = self.node_of
-        keys = self.keys[node]
-        end = self.end[node]
-        start = max(0, end - count)
-        gone = _as_list(keys[start:end])
-        whole = self.size[node] == end  # nothing has left from the middle
-        if whole and held.isdisjoint(gone) and exclude.isdisjoint(gone):
-            gone.reverse()
-            for _ in map(node_of.__delitem__, gone):
-                pass
-            self.end[node] = start
-            self.size[node] -= len(gone)
-            return gone
-        gone = []
-        while end and len(gone) < count:
-            key = keys[end - 1]
-            if node_of.get(key) == node:
-                if key in held or key in exclude:
-                    break
-                gone.append(key)
-                del node_of[key]
-            end -= 1
-        self.end[node] = end
-        self.size[node] -= len(gone)
+        for key in gone:
+            del node_of[key]
+        node.keys = keys[:start]
+        node.lost += len(gone)
         return gone
 
     def remove(self, keys: Iterable[Key]) -> None:
         """Remove ``keys`` from whatever nodes they are in."""
         node_of = self.node_of
-        for key in keys:
-            node = node_of.pop(key, None)
+        nodes = {node_of.pop(key, None) for key in keys}
+        for node in nodes:
             if node is not None:
-                self.size[node] -= 1
-                self.discard_empty(node)
+                self._keep(node, [key for key in _as_list(node.keys) if key in node_of])
 
-    def lose(self, node: int, count: int) -> None:
-        """Note that other nodes took ``count`` keys of ``node``."""
-        self.size[node] -= count
+    def _keep(self, node: Node, keys: list[Key]) -> None:
+        """Leave ``keys`` to a node that has lost the others."""
+        node.keys = keys if node.uses == 0 and keys else _stored(keys)
+        node.lost = 0
         self.discard_empty(node)
 
-    def discard_empty(self, node: int) -> None:
+    def discard_empty(self, node: Node) -> None:
         """Release ``node`` if nothing is in it."""
-        if not self.size[node]:
-            self._leave_queue(node)
-            self.set_parent(node, NO_NODE)
-            self.keys[node] = ()
-            self._settle(node)
+        if not len(node.keys):
+            self.put_aside(node)
+            self.set_parent(node, None)
 
-    def _settle(self, node: int) -> None:
-        """Requeue the node if it may go again. A number is free once nothing points to its node."""
-        if self.size[node]:
-            self.come_back(node)
-        elif not (self.children[node] or self.busy[node]) and self._queue[node] != FREE:
-            self._queue[node] = FREE
-            self._free.append(node)
-
-    def count_use(self, node: int) -> None:
+    def count_use(self, node: Node) -> None:
         """Count a use of ``node``. For an open node it is the first, and closes the node."""
-        if not self.uses[node]:
-            self.keys[node] = _stored(self._present(node))
-            self.end[node] = len(self.keys[node])
-        self.uses[node] += 1
+        if not node.uses:
+            node.keys = _stored(_as_list(node.keys))
+        node.uses += 1
 
-    def restore(self, node: int, cohort: int, used: float, uses: int) -> None:
-        """Give an open node the past of blocks that were evicted and have come back."""
-        self.cohort[node] = cohort
-        self.used[node] = used
-        self.uses[node] = uses
-
-    def set_last(self, node: int, child: int) -> None:
-        """Note which child of ``node`` was the last block of its request."""
-        self.last[node] = child
-
-    def set_used(self, used: float) -> None:
-        """Set the last use of all nodes to the same time."""
-        self.used = array("d", [used]) * len(self.used)
-
-    def depth(self, node: int) -> int:
-        """Return how many ancestors a node has."""
-        depth = 0
-        while (node := self.parent[node]) != NO_NODE:
-            depth += 1
-        return depth
-
-    def nodes(self) -> list[int]:
+    def nodes(self) -> list[Node]:
         """Return all nodes that hold keys."""
-        return [node for node, size in enumerate(self.size) if size]
-
-    def _leave_queue(self, node: int) -> None:
-        queue = self._queue[node]
-        if queue < 0:
-            return
-        self._queue[node] = ASIDE
-        before, after = self._previous[node], self._next[node]
-        if before == NO_NODE:
-            self.first_of[queue] = after
-            self.changed.add(queue)
-        else:
-            self._next[before] = after
-        if after == NO_NODE:
-            self._last_of[queue] = before
-        else:
-            self._previous[after] = before
+        return list(dict.fromkeys(self.node_of.values()))
 
 
-def _stored(keys: _Keys) -> _Keys:
+def keys_of(node: Node) -> tuple[Key, ...]:
+    """Return the keys that are in ``node``, from head to tail."""
+    return tuple(_as_list(node.keys))
+
+
+def depth(node: Node) -> int:
+    """Return how many ancestors a node has."""
+    count, above = 0, node.parent
+    while above is not None:
+        count, above = count + 1, above.parent
+    return count
+
+
+def _stored(keys: list[Key] | tuple[Key, ...]) -> _Keys:
     """Return a copy of the keys in the storage form of a node that is not open."""
     return tuple(keys) if len(keys) <= SHORT else np.array(keys, dtype=object)
 
@@ -377,21 +311,9 @@ def _as_array(keys: _Keys) -> np.ndarray[Any, Any]:
 
 def _as_list(keys: _Keys) -> list[Key]:
     """Return a node's keys, or some of them, as a list: the same one if they are in a list."""
-    if isinstance(keys, np.ndarray):
-        listed: list[Key] = keys.tolist()
-        return listed
-    return keys if isinstance(keys, list) else list(keys)
-
-
-def _common(chain: list[Key], at: int, keys: list[Key]) -> int:
-    """Return how many of ``keys`` the chain has from ``at`` on, without a gap."""
-    if chain[at : at + len(keys)] == keys:
-        return len(keys)
-    low, high = 0, len(keys) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if chain[at + low : at + middle] == keys[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    if isinstance(keys, tuple):
+        return list(keys)
+    if isinstance(keys, list):
+        return keys
+    listed: list[Key] = keys.tolist()
+    return listed
