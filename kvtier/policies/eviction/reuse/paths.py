@@ -138,10 +138,11 @@ class Paths:
                 continue
             size = len(node.keys)
             end = at + tree.common(node, chain, at)
-            if end == at or node in nodes:
-                end = at + 1
-            if node in nodes:  # twice in the chain
+            if node in nodes:  # for the second time in the chain
+                end = max(end, at + 1)
                 continue
+            if end == at:  # in the middle of the node
+                end = at + 1
             if use.fresh:  # stored again, above what was still there
                 nodes.append(tree.join(use.fresh))
                 use.fresh = []

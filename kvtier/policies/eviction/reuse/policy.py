@@ -60,9 +60,10 @@ LOOK_UNITS: Final = 0.25
 LOOK_BLOCKS: Final = 512
 """The same without a clock, in admitted blocks: a look costs as much as some dozen of them."""
 
-LOOK_SHARE_MAX: Final = 1.0
-"""And not before its age has grown by half of the share by which its index exceeds the lowest, or
-by this share: an index falls no faster than an age grows."""
+LOOK_SHARE_MAX: Final = 1 / 16
+"""And not before its age has grown by half the share by which its index exceeds the lowest, or by
+this share at most: an index falls no faster than an age grows. A whole instead of a 16th cost
+up to 0.7 points of hits."""
 
 ENDED_MAX: Final = 64
 """Orders kept of requests that ended before all their blocks were stored (as in a slow tier)."""
