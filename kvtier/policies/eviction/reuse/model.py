@@ -135,7 +135,7 @@ class ReuseModel:
         self._hazards = self._estimate(
             seen, returned[seen], self._at_risk(now, seen, returned[seen])
         )
-        self._index: dict[int, list[float]] = {}
+        self._index: dict[int, float] = {}  # by cohort and bin
 
     def _make_snapshot(self, now: float, entered: Floats) -> None:
         self._snapshot_times.append(now)
