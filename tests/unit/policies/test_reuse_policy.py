@@ -6,6 +6,7 @@ The slow model has the same statistics and index, and finds each victim by looki
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -497,3 +498,16 @@ def test_after_clear_nothing_is_known_or_held() -> None:
     assert len(policy) == 0
     serve(policy, "a", "r")
     assert names_of(policy.choose_victims(2, frozenset())) == "a"
+
+
+def test_a_long_chain_of_nodes_is_freed_without_a_stack_that_deep() -> None:
+    """Else the process ends there: a conversation may have a node a turn."""
+    tree, parent = PrefixTree(queues=1), None
+    for number in range(400_000):
+        node = tree.add((number.to_bytes(8),), 0, 0.0)
+        tree.set_parent(node, parent)
+        parent = node
+    del node, parent
+    last = weakref.ref(tree)
+    del tree
+    assert last() is None

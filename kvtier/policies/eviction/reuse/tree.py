@@ -71,6 +71,14 @@ class PrefixTree:
         self.queues = [Queue({}, []) for _ in range(queues)]
         self.changed: set[int] = set()  #: queues that may have another first node
 
+    def __del__(self) -> None:
+        """Cut nodes off their parents: one freeing the next would overflow the stack.
+
+        Python unwinds such chains only for objects that the garbage collector tracks.
+        """
+        for node in self.node_of.values():
+            node.parent = None
+
     def add(self, keys: list[Key] | tuple[Key, ...], cohort: int, used: float) -> Node:
         """Return a new node that stands aside. It takes the keys from their current nodes."""
         node = Node(_stored(keys), cohort, used, placed=len(keys))
