@@ -28,7 +28,6 @@ from kvtier_backends.fs.open_root import (
     PlaceLost,
     RootHandle,
     SpecialFile,
-    make_both,
     open_both,
     refuse_special_file,
     special_file,
@@ -431,17 +430,13 @@ class BlockFiles:
 
     def _open_fan_out(self, place: OpenRoot, first: str, second: str) -> int:
         """Open the folder of a block, and create it if missing. Follows no links."""
-        try:
-            return open_both(place.blocks, first, second)
-        except FileNotFoundError:
-            pass
         mode = self._layout.folder_mode
         try:
-            return make_both(place.blocks, first, second, mode)
+            return open_both(place.blocks, first, second, mode, make=True)
         except FileNotFoundError:  # all folders were removed meanwhile
             place = self._root_handle.make_again()
             self._note_unfinished(place, f"{first}/{second}")
-            return make_both(place.blocks, first, second, mode)
+            return open_both(place.blocks, first, second, mode, make=True)
 
     def _note_unfinished(self, place: OpenRoot, folder: str) -> None:
         """Name the folder in this place's marker. With a bound, the stage is elsewhere."""

@@ -126,9 +126,17 @@ class OpenRoot:
 
 
 def _open_folder(name: str, parent: int, mode: int, *, make: bool) -> int:
-    if make:
-        with suppress(FileExistsError):
-            os.mkdir(name, mode, dir_fd=parent)
+    """Open a folder in another, and create it if it is missing and ``make`` says so.
+
+    It is opened first, for most exist: each call here costs a store one more wait for the GIL.
+    """
+    try:
+        return os.open(name, FOLDER_FLAGS, dir_fd=parent)
+    except FileNotFoundError:
+        if not make:
+            raise
+    with suppress(FileExistsError):
+        os.mkdir(name, mode, dir_fd=parent)
     return os.open(name, FOLDER_FLAGS, dir_fd=parent)
 
 
@@ -315,23 +323,13 @@ def special_file(mode: int, path: str) -> SpecialFile:
     return SpecialFile(errno.ESPIPE, f"{kind_of_file(mode)} lies where a file should be", path)
 
 
-def open_both(blocks: int, first: str, second: str) -> int:
-    """Open one folder in another. Raises ``OSError``, also for a symbolic link."""
-    outer = os.open(first, FOLDER_FLAGS, dir_fd=blocks)
-    try:
-        return os.open(second, FOLDER_FLAGS, dir_fd=outer)
-    finally:
-        os.close(outer)
+def open_both(blocks: int, first: str, second: str, mode: int = 0, *, make: bool = False) -> int:
+    """Open one folder in another. Raises ``OSError``, also for a symbolic link.
 
-
-def make_both(blocks: int, first: str, second: str, mode: int) -> int:
-    """Create one folder in another if missing, and open it as ``open_both`` does."""
-    with suppress(FileExistsError):
-        os.mkdir(first, mode, dir_fd=blocks)
-    outer = os.open(first, FOLDER_FLAGS, dir_fd=blocks)
+    ``make``: create missing ones with this ``mode``.
+    """
+    outer = _open_folder(first, blocks, mode, make=make)
     try:
-        with suppress(FileExistsError):
-            os.mkdir(second, mode, dir_fd=outer)
-        return os.open(second, FOLDER_FLAGS, dir_fd=outer)
+        return _open_folder(second, outer, mode, make=make)
     finally:
         os.close(outer)

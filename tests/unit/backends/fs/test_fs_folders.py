@@ -45,6 +45,28 @@ def test_a_root_that_cannot_be_made_is_refused() -> None:
     assert "Create it" in text
 
 
+@pytest.mark.anyio
+async def test_a_store_makes_only_the_folders_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each further call would be one more wait for the GIL, behind all threads that store."""
+    made, real = list[str](), os.mkdir
+
+    def mkdir(name: str, mode: int, *, dir_fd: int) -> None:
+        made.append(name)
+        real(name, mode, dir_fd=dir_fd)
+
+    async with open_fs(tmp_path / "kv") as fs:
+        inner = fs.path(1).parent
+        inner.parent.mkdir()
+        monkeypatch.setattr(os, "mkdir", mkdir)
+        await fs.store(1)
+        fs.path(1).unlink()
+        await fs.store(1)
+        assert made == [inner.name]
+        assert fs.path(1).exists()
+
+
 def test_a_start_says_which_blocks_a_disk_tier_stores_faster(tmp_path: Path) -> None:
     for block_bytes, is_small in ((128 << 10, True), (256 << 10, False)):
         with capture_logs() as logs:
