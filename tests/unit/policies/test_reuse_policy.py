@@ -503,8 +503,9 @@ def test_after_clear_nothing_is_known_or_held() -> None:
 def test_a_long_chain_of_nodes_is_freed_without_a_stack_that_deep() -> None:
     """Else the process ends there: a conversation may have a node a turn."""
     tree, parent = PrefixTree(queues=1), None
-    for number in range(400_000):
-        node = tree.add((number.to_bytes(8),), 0, 0.0)
+    keys = [number.to_bytes(8) for number in range(400_000)]
+    for one in keys:
+        node = tree.add((one,), 0, 0.0)
         tree.set_parent(node, parent)
         parent = node
     del node, parent

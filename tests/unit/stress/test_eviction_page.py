@@ -66,7 +66,7 @@ def test_the_printed_commands_run_and_draw(reader: Reader) -> None:
     assert (reader.folder / "eviction.png").read_bytes().startswith(b"\x89PNG")
     (found,) = in_output(reader.run(swarm), ["5%"]).values()
     assert found.items() < in_table()["swarm"]["5%"].items()
-    assert "\n250 requests, 5,850" in reader.run(agents)
+    assert "\n9,163 requests, 336,203" in reader.run(agents)
     reader.check_all_is_used()
 
 

@@ -38,11 +38,15 @@ class Paths:
     """Places the blocks of requests in cohorts, and counts the returning ones."""
 
     def __init__(self, tree: PrefixTree, model: ReuseModel, ghosts: Ghosts) -> None:
-        self.now = 0.0  #: when the following calls happen
+        self._now = 0.0
         self._tree = tree
         self._model = model
         self._cohorts = model.cohorts
         self._ghosts = ghosts
+
+    def set_now(self, now: float) -> None:
+        """Set the time at which the following calls happen."""
+        self._now = now
 
     def use(self, chain: list[Key]) -> tuple[int, bool]:
         """Place the blocks of a request that ends.
@@ -58,7 +62,7 @@ class Paths:
         if not len(node.keys):
             return
         is_new = not node.uses
-        gap = max(0.0, self.now - node.used)
+        gap = max(0.0, self._now - node.used)
         if not is_new:
             self._model.come_back(node.cohort, gap, len(node.keys) / node.placed)
         self._tree.count_use(node)
@@ -70,7 +74,7 @@ class Paths:
 
     def place(self, node: Node, cohort: int) -> None:
         """Put a node that was used now in a cohort."""
-        self._tree.place(node, cohort, self.now)
+        self._tree.place(node, cohort, self._now)
         self._model.enter(cohort)
 
     def complete(self, chain: list[Key], cohort: int) -> None:
@@ -118,7 +122,7 @@ class Paths:
                 self.place(body, cohort)
                 above = body
             if above is not None and (above is body or above.cohort < cohorts.first_shared):
-                above.last = last.keys[0]
+                above.end_with(last)
             tree.set_parent(last, above)
             self.place(last, cohorts.last(use.turn + 1))
         return cohort
@@ -159,7 +163,7 @@ class Paths:
         tree = self._tree
         use.absent = use.absent or node is None
         while at < end:
-            ghost = self._ghosts.pop(chain[at], self.now)
+            ghost = self._ghosts.pop(chain[at], self._now)
             if ghost is None:
                 break
             self._count_return(ghost.cohort, ghost.used, ghost.share, use)
@@ -169,15 +173,14 @@ class Paths:
             use.blocks = at
             if node is not None:
                 back = tree.split_off(node, keys)
-                back.cohort, back.used = ghost.cohort, ghost.used
-                back.uses = self._cohorts.uses_of[ghost.cohort]
+                back.restore(ghost.cohort, ghost.used, self._cohorts.uses_of[ghost.cohort])
                 use.nodes.append(back)
         if node is not None and at < end:
             whole = end - at == len(node.keys)
             use.fresh.append(node if whole else tree.split_off(node, chain[at:end]))
 
     def _count_return(self, cohort: int, used: float, share: float, use: _Use) -> None:
-        use.gap = gap = max(0.0, self.now - used)
+        use.gap = gap = max(0.0, self._now - used)
         use.turn = self._cohorts.turn_of[cohort] or use.turn
         self._model.come_back(cohort, gap, share)
 
@@ -200,7 +203,7 @@ class Paths:
                 shared = depth
             tree.count_use(node)
         for depth, node in enumerate(self._merge(nodes, shared), start=1):
-            gap = max(0.0, self.now - node.used)
+            gap = max(0.0, self._now - node.used)
             cohort = cohorts.used_again(node.uses, gap, new, shared=depth <= shared)
             self.place(node, cohort)
 

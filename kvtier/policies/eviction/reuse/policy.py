@@ -218,8 +218,7 @@ class ReusePolicy(EvictionPolicy):
             self._step = LOOK_UNITS
             self._model.clear(now)
             self._ghosts.clear()
-            for node in self._tree.nodes():
-                node.used = now
+            self._tree.begin_time(now)
         more = self._ended_since - self._ended_per_tick
         self._ended_per_tick = max(1.0, self._ended_per_tick + TICK_WEIGHT * more)
         self._ended_since = 0
@@ -299,7 +298,8 @@ class ReusePolicy(EvictionPolicy):
                 del self._ended[next(iter(self._ended))]
 
     def _set_now(self, now: float) -> None:
-        self._now = self._paths.now = now
+        self._now = now
+        self._paths.set_now(now)
 
     def _learn(self) -> None:
         """Recompute the model now and then: with a clock not on a request's time."""

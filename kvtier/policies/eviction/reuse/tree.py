@@ -39,7 +39,7 @@ long ones; it does not track NumPy's arrays."""
 
 
 class Node(Struct, gc=False, eq=False):
-    """A stretch of blocks. Fields are read by the policy, and changed here and in ``paths``."""
+    """A stretch of blocks. The policy reads the fields; they change here."""
 
     keys: _Keys  #: from head to tail
     cohort: int
@@ -52,6 +52,14 @@ class Node(Struct, gc=False, eq=False):
     lost: int = 0  #: how many were cut off its tail
     last: Key = b""  #: the first key of the child that was the last block of its request
     place: int = ASIDE  #: in the queue of its cohort
+
+    def restore(self, cohort: int, used: float, uses: int) -> None:
+        """Continue with what was known of the blocks when they were evicted."""
+        self.cohort, self.used, self.uses = cohort, used, uses
+
+    def end_with(self, last: Node) -> None:
+        """Note which child is the last block of the node's request."""
+        self.last = last.keys[0]
 
 
 class Queue(Struct, gc=False, eq=False):
@@ -289,6 +297,11 @@ class PrefixTree:
         if not node.uses:
             node.keys = _stored(_as_list(node.keys))
         node.uses += 1
+
+    def begin_time(self, now: float) -> None:
+        """Take all nodes for used now: their times are of another clock."""
+        for node in self.nodes():
+            node.used = now
 
     def nodes(self) -> list[Node]:
         """Return all nodes that hold keys."""
