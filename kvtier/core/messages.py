@@ -165,9 +165,13 @@ class Touch(Message, frozen=True, gc=False):
 
 
 class StepEnd(Message, frozen=True, gc=False):
-    """The scheduler's step is over: send the collected messages."""
+    """The scheduler's step is over: send the collected messages.
+
+    ``ticks``: time passes, too; False: the sender has told all that have anything to do in time.
+    """
 
     now: float
+    ticks: bool = True
 
 
 class PromoteKeys(Message, frozen=True, gc=False):

@@ -99,7 +99,8 @@ class SchedulerFacade:
         self._is_first_lookup = True
         self._lookup_seconds: Observed[float] = Observed()
         self._last_tick = clock()
-        self._rests_since = -1  # the cell's activity when a step ended with nothing left to do
+        self._ended_with = -1  # the cell's activity when a step last ended
+        self._rests = False  # whether nothing was left to do then, as far as known
         self._idle_ticks = 0  # ends of steps that the cell counts as activity, and changed nothing
         self._ask(wire.Tick(now=self._last_tick))
         self._wake_tiers()  # they receive the generation of weights that they serve
@@ -383,19 +384,24 @@ class SchedulerFacade:
         """End a step: send the step's probes and promotions, and let deadlines pass."""
         self._is_first_lookup = True
         self._poll_tiers()
-        now, promotions, cell = self._clock(), self._primary.promotions, self._cell
-        was_at_rest = cell.activity == self._rests_since and not cell.has_arrivals
-        if was_at_rest and now - self._last_tick < TICK_S:  # the usual case
-            promotions.pass_time(now)
+        now, cell = self._clock(), self._cell
+        has_news = cell.activity != self._ended_with or cell.has_arrivals
+        if has_news or not self._rests:
+            self._rests = not cell.has_arrivals and self._is_at_rest()
+        rests, ticks = self._rests, not self._rests or now - self._last_tick >= TICK_S
+        if ticks:
+            self._last_tick = now
+        else:
+            self._primary.promotions.pass_time(now)
             for link in self._links:
                 link.pass_time(now)
-            return
-        self._last_tick = now
-        self._ask(m.StepEnd(now))
+            if not has_news:  # the usual case: nothing at all has happened in this step
+                return
+        self._ask(m.StepEnd(now, ticks))
         self._wake_tiers()
-        if not promotions.held_slots and all(link.is_at_rest for link in self._links):
-            self._rests_since = cell.activity
-            self._idle_ticks += was_at_rest
+        self._rests = rests and not has_news and self._is_at_rest()
+        self._idle_ticks += self._rests
+        self._ended_with = cell.activity
 
     def get_finished(self) -> int:
         """Process the tiers' reports; return how many jobs and probes are in flight.
@@ -531,6 +537,11 @@ class SchedulerFacade:
         return self._is_quiet
 
     # --- helpers ---
+
+    def _is_at_rest(self) -> bool:
+        """Return whether time may pass without any message: no tier would do anything."""
+        promotions = self._primary.promotions
+        return not promotions.held_slots and all(link.is_at_rest for link in self._links)
 
     def _let_time_pass(self) -> None:
         """Bound how long lookups return None, even if ``step_end`` is never called."""

@@ -21,6 +21,7 @@ An answer whose id isn't in flight is counted and otherwise ignored.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvtier.core import messages as m
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
     from kvtier.core.messages import LoadCost
     from kvtier.core.statistics import TierSpeed
+    from kvtier.core.wire import Message
     from kvtier.engine.link.jobs import Job
     from kvtier.plugin_api.backend import BackendTraits
     from kvtier.settings.runtime_config import RuntimeConfig
@@ -107,7 +109,9 @@ class TierLink(Actor):
         self._is_told = False  # whether the tier was notified of the generation
         self._uses = AccessRelay(tier)
         self._was_idle = True  # at the last Tick
-        super().__init__(f"link:{config.tiers[number].name}", self._all_handlers())
+        self._rests = False  # as far as known: nothing was received since it was looked at
+        handlers = {kind: partial(self._hear, each) for kind, each in self._all_handlers().items()}
+        super().__init__(f"link:{config.tiers[number].name}", handlers)
 
     def _all_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         return {
@@ -138,6 +142,10 @@ class TierLink(Actor):
             wire.TierFenced: self._tier_fenced,
             wire.TierRestarted: self._tier_restarted,
         }
+
+    def _hear(self, handle: Callable[[Any], None], message: Message) -> None:
+        self._rests = False
+        handle(message)
 
     def set_traits(self, traits: BackendTraits) -> None:
         """Apply the traits of the tier's backend."""
@@ -320,7 +328,14 @@ class TierLink(Actor):
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether a Tick would do no more than ``pass_time``."""
+        """Whether a Tick would do no more than ``pass_time``.
+
+        Asked in each step, and true in most: so it is found out once after each message.
+        """
+        self._rests = self._rests or not self._has_work()
+        return self._rests
+
+    def _has_work(self) -> bool:
         looks = not self._was_idle or self._loads.has_work or self._stores.has_work
         waits = (
             looks
@@ -329,7 +344,7 @@ class TierLink(Actor):
             or not self._is_told
         )
         waits = waits or self._relay.has_unsent or bool(self.contents.untold)
-        return not (waits or self._health.pauses)
+        return waits or self._health.pauses
 
     def pass_time(self, now: float) -> None:
         """Set the time. A Tick of an idle link does no more for a while, and posts nothing."""

@@ -479,7 +479,8 @@ class PrimaryTier(Actor):
 
     def _step_end(self, message: m.StepEnd) -> None:
         self.slots.forget_hits()
-        self._pass_time(message.now)
+        if message.ticks:
+            self._pass_time(message.now)
         self._step_requests.end_step(self.epoch)
 
     def _tick(self, message: wire.Tick) -> None:
