@@ -440,7 +440,7 @@ class SchedulerFacade:
         self._cell.run()
         events = self._primary.drain_events()
         for link in self._links:
-            events += link.drain_events()
+            events += link.contents.drain_events()
         return events
 
     # --- the runtime ---

@@ -105,7 +105,6 @@ class TierLink(Actor):
         self.probe_seconds = self._probes.seconds  #: from sending until the answer
         self._mark = mark_of_name(config.weights_version)  # of the generation
         self._probes.begin_generation(self._mark)
-        self.drain_events = self.contents.drain_events
         self._is_told = False  # whether the tier was notified of the generation
         self._uses = AccessRelay(tier)
         self._was_idle = True  # at the last Tick
