@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvtier.core import wire
 from kvtier.engine.facade import TICK_S
 from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.plugin_api.backend import Outcome
@@ -67,6 +68,29 @@ def test_what_is_asked_or_comes_ends_the_rest() -> None:
     story.facade.lookup(key, "r")
     assert delivers_in_a_step(story)
     assert not comes_to_rest(story), "it is being loaded"
+
+
+def test_what_requests_do_sends_a_tier_at_rest_no_tick() -> None:
+    """It has nothing to do in time, and each Tick costs as much as the rest of the step."""
+    story, (key,) = story_of_a_tier()
+    link = link_of(story)
+    received: list[wire.Tick] = []
+    handle = link.handlers[wire.Tick]
+
+    def receive(tick: wire.Tick) -> None:
+        received.append(tick)
+        handle(tick)
+
+    story.let_pass(TICK_S)
+    assert comes_to_rest(story)
+    link.handlers[wire.Tick] = receive
+    for name in "abc":
+        story.facade.on_request_started(name)
+        story.facade.touch([key], name)
+        assert delivers_in_a_step(story)
+    assert not received
+    story.let_pass(TICK_S)
+    assert [tick.now for tick in received] == [story.now]
 
 
 def test_what_is_stored_after_a_rest_is_sent_at_the_time_of_the_last_step() -> None:
