@@ -28,9 +28,7 @@ def octave(number: int, most: int) -> int:
 
 def gap_level(gap: float) -> int:
     """Return the level of a gap between two uses."""
-    return (
-        min(GAPS_MAX - 1, (int(gap) + 1 >> GAP_OCTAVE_FIRST).bit_length() - 1) if gap >= 15 else 0
-    )
+    return octave(int(gap) + 1 >> GAP_OCTAVE_FIRST + 1, GAPS_MAX - 1)
 
 
 def use_level(uses: int) -> int:

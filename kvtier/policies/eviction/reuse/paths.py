@@ -22,16 +22,22 @@ if TYPE_CHECKING:
 class _Use:
     """Facts about a request's chain, as it is walked from head to tail."""
 
-    __slots__ = ("absent", "blocks", "branches", "fresh", "gap", "nodes", "turn")
+    __slots__ = ("absent", "blocks", "branches", "fresh", "gap", "nodes", "on_path", "turn")
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []  #: its path through the known blocks
+        self.on_path: set[Node] = set()  #: the same, as a path may have thousands
         self.fresh: list[Node] = []  #: nodes of the new blocks below its path
         self.absent = False  #: some of its blocks are not resident
         self.blocks = 0  #: how many blocks were known, from the head on
         self.turn = 0  #: of the conversation that it continues; 0: of none
         self.gap = 0.0  #: since the deepest known block was used
         self.branches = False  #: leaves an earlier request in the middle
+
+    def go_on(self, node: Node) -> None:
+        """Add the next node of the path."""
+        self.nodes.append(node)
+        self.on_path.add(node)
 
 
 class Paths:
@@ -130,7 +136,7 @@ class Paths:
     def _walk(self, chain: list[Key]) -> _Use:
         """Find the nodes of a chain, count returns, and split off the blocks it did not use."""
         tree, use = self._tree, _Use()
-        node_of, nodes = tree.node_of, use.nodes
+        node_of = tree.node_of
         length, end = len(chain), 0
         while end < length:
             at = end
@@ -142,17 +148,17 @@ class Paths:
                 continue
             size = len(node.keys)
             end = at + tree.common(node, chain, at)
-            if node in nodes:  # for the second time in the chain
+            if node in use.on_path:  # for the second time in the chain
                 end = max(end, at + 1)
                 continue
             if end == at:  # in the middle of the node
                 end = at + 1
             if use.fresh:  # stored again, above what was still there
-                nodes.append(tree.join(use.fresh))
+                use.go_on(tree.join(use.fresh))
                 use.fresh = []
             self._count_return(node.cohort, node.used, (end - at) / node.placed, use)
             use.branches = end - at < size
-            nodes.append(tree.split(node, chain[at:end]) if use.branches else node)
+            use.go_on(tree.split(node, chain[at:end]) if use.branches else node)
             use.blocks = end
         return use
 
@@ -174,7 +180,7 @@ class Paths:
             if node is not None:
                 back = tree.split_off(node, keys)
                 back.restore(ghost.cohort, ghost.used, self._cohorts.uses_of[ghost.cohort])
-                use.nodes.append(back)
+                use.go_on(back)
         if node is not None and at < end:
             whole = end - at == len(node.keys)
             use.fresh.append(node if whole else tree.split_off(node, chain[at:end]))
@@ -198,7 +204,7 @@ class Paths:
             goes_on = depth < len(nodes)
             others = node.children - goes_on
             if others and (goes_on or use.fresh):
-                others -= self._supersede(node, nodes)
+                others -= self._supersede(node, use.on_path)
             if others or node.cohort >= first_shared:
                 shared = depth
             tree.count_use(node)
@@ -227,7 +233,7 @@ class Paths:
         nodes[:] = left
         return left
 
-    def _supersede(self, node: Node, path: list[Node]) -> int:
+    def _supersede(self, node: Node, path: set[Node]) -> int:
         """Return 1 if an earlier request's last block, which this one left out, hung here."""
         tree, cohorts = self._tree, self._cohorts
         last = tree.node_of.get(node.last)
