@@ -17,12 +17,11 @@ from sources import ROOT
 from test_docs import PAGES
 
 from kvtier.tools.cli.main import make_app
-from tests.support.printed import commands_in
+from tests.support.printed import blocks_in, commands_in, prose_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 OF_KVTIER = re.compile(r"(?:.*(?:&& | -- ))?kvtier (.*)", re.DOTALL)
 INLINE = re.compile(r"`kvtier ([a-z][^`…]*)`")
 NO_COMMANDS = {"is", "fs", "disk", "disk,", "bench:"}  # lines of the log, and names in tables
@@ -40,8 +39,7 @@ def in_blocks(text: str) -> Iterator[list[str]]:
 
 def in_text(text: str) -> Iterator[list[str]]:
     """Yield the words behind ``kvtier`` of what stands in code type: often a part of a command."""
-    prose = BLOCK.sub("", text)
-    for match in INLINE.finditer(prose):
+    for match in INLINE.finditer(prose_of(text)):
         words = shlex.split(match[1].replace("\n", " "))
         if words[0] not in NO_COMMANDS:
             yield words
@@ -109,4 +107,4 @@ def test_every_how_to_is_followed_by_a_test() -> None:
 
 
 def _json_of(text: str) -> str:
-    return "".join(block for language, block in BLOCK.findall(text) if language == "json")
+    return "".join(block for language, block in blocks_in(text) if language == "json")

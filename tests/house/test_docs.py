@@ -28,17 +28,12 @@ from kvtier.settings.plugins import HOSTED, NOT_YET
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
 from kvtier_backends.disk.log.regions import REGION_TABLE
 from tests.support.docs_scripts import docs_script
+from tests.support.printed import printed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from enum import IntEnum
     from pathlib import Path
-
-
-def code_blocks(page: str, language: str) -> list[str]:
-    """Return the fenced blocks of one language on a page."""
-    text = (DOCS / page).read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def described(page: str) -> set[str]:
@@ -57,7 +52,7 @@ def example(source: str, name: str) -> ModuleType:
 @pytest.fixture(scope="module")
 def shelf() -> ModuleType:
     """Return the complete example of a backend."""
-    return example(code_blocks("how-to/write-a-backend.md", "python")[0], "shelf_example")
+    return example(printed("how-to/write-a-backend.md", "python")[0], "shelf_example")
 
 
 def test_the_example_backend_refuses_beforehand_what_it_would_refuse(shelf: ModuleType) -> None:

@@ -9,6 +9,7 @@ from markdown.extensions.toc import slugify, unique
 from sources import ROOT
 
 from kvtier.tools.cli.main import COMMANDS
+from tests.support.printed import prose_of
 
 README = (ROOT / "README.md").read_text()
 FRONT_PAGES = sorted(path.name for path in ROOT.glob("*.md"))
@@ -23,7 +24,7 @@ def test_a_front_page_is_read_in_some_minutes(page: str) -> None:
 
 def anchors(text: str) -> set[str]:
     """Return the names of a page's places, as mkdocs makes them from headings."""
-    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = prose_of(text)
     taken: set[str] = set()
     for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
         taken.add(unique(slugify(re.sub(r"[`*]|\{.*\}", "", title).strip(), "-"), taken))

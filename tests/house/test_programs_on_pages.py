@@ -9,7 +9,8 @@ from pages import in_code_type
 from sources import ROOT
 from test_docs import PAGES
 
-BLOCK = re.compile(r"^ *```\w+\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+from tests.support.printed import blocks_in, prose_of
+
 TARGET = re.compile(r"^([\w.-]+(?: [\w.-]+)*):(?!=)", re.MULTILINE)
 
 
@@ -18,8 +19,8 @@ def printed(pattern: str) -> set[tuple[str, str]]:
     found = set()
     for page in PAGES:
         text = page.read_text()
-        lines = [line for block in BLOCK.findall(text) for line in block.splitlines()]
-        for line in [*lines, *in_code_type(BLOCK.sub("", text))]:
+        lines = [line for _, block in blocks_in(text) for line in block.splitlines()]
+        for line in [*lines, *in_code_type(prose_of(text))]:
             if match := re.search(rf"^(?:\$ )?(?:[A-Z_]+=\S* )*{pattern}", line):
                 found.add((match[1], page.name))
     return found

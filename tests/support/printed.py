@@ -48,18 +48,26 @@ class Command(NamedTuple):
     shown: str
 
 
+def blocks_in(text: str) -> list[tuple[str, str]]:
+    """Return a text's fenced blocks: the language of each, and what stands in it."""
+    found = _BLOCK.findall(text)
+    return [(language, textwrap.dedent(indent + block)) for indent, language, block in found]
+
+
+def prose_of(text: str) -> str:
+    """Return a text without its fenced blocks."""
+    return _BLOCK.sub("", text)
+
+
 def printed(page: str, *languages: str) -> list[str]:
     """Return the blocks of these languages on a page; ``page``: its path below ``docs``."""
-    return [
-        textwrap.dedent(indent + text)
-        for indent, language, text in _BLOCK.findall((DOCS / page).read_text())
-        if language in languages
-    ]
+    blocks = blocks_in((DOCS / page).read_text())
+    return [block for language, block in blocks if language in languages]
 
 
 def commands_in(text: str) -> Iterator[Command]:
     """Yield a text's commands: lines ``$ ...`` of blocks, and all that ``bash`` blocks have."""
-    for _, language, block in _BLOCK.findall(text):
+    for language, block in blocks_in(text):
         found: list[tuple[list[str], list[str]]] = []
         for line in block.splitlines() if language in {"bash", "console", "text"} else ():
             words = line.strip()
@@ -81,7 +89,7 @@ def commands(page: str, word: str = "") -> list[str]:
 
 def options_of(page: str, module: str) -> list[list[str]]:
     """Return what follows ``python -m module`` in each command and inline code of a page."""
-    inline = re.findall(r"`([^`\n]+)`", _BLOCK.sub("", (DOCS / page).read_text()))
+    inline = re.findall(r"`([^`\n]+)`", prose_of((DOCS / page).read_text()))
     pattern = re.compile(rf"python3? -m {re.escape(module)}(?: |$)(.*)")
     found = (pattern.search(each) for each in [*commands(page), *inline])
     return [shlex.split(match[1]) for match in found if match]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import tracemalloc
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies
@@ -22,6 +20,10 @@ from kvtier.tools.replay.traces import (
     TraceRequest,
     read_trace,
 )
+from tests.support.printed import printed
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def mooncake(time_ms: float, ids: list[int], **changes: Any) -> dict[str, Any]:
@@ -354,8 +356,7 @@ def test_what_no_recorder_writes_is_a_bad_line(
 
 
 def test_the_examples_of_the_reference_can_be_read(tmp_path: Path) -> None:
-    page = Path(__file__).parents[3] / "docs/reference/trace-formats.md"
-    examples = re.findall(r"^```json\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    examples = printed("reference/trace-formats.md", "json")
     found = [read(tmp_path, example.encode()) for example in examples]
     assert [trace.format for trace in found] == ["mooncake", "qwen-bailian", "plain", "recorded"]
     assert all(len(trace.requests[0].blocks) == 3 for trace in found)

@@ -11,30 +11,27 @@ from __future__ import annotations
 
 import re
 import runpy
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
 from kvtier.settings.extra_config import read_settings
+from tests.support.printed import DOCS, printed
 from tests.vllm.engine.test_engine_disk import config_of
 from tests.vllm.support.children import run_program, start_scenario
 from tests.vllm.support.engine import CONNECTOR
 
-DOCS = Path(__file__).parents[3] / "docs"
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGE = "tutorial.md"
 MODEL = 'MODEL = {"model": "Qwen/Qwen2.5-0.5B-Instruct"}\n'
-
-
-def printed(language: str) -> list[str]:
-    """Return the page's examples of one language."""
-    page = (DOCS / "tutorial.md").read_text()
-    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
 def printed_script() -> str:
     """Return the page's one program."""
-    return printed("python")[0]
+    return printed(PAGE, "python")[0]
 
 
 def printed_document() -> str:
@@ -45,7 +42,7 @@ def printed_document() -> str:
 
 def printed_for_cpus() -> str:
     """Return the script with the line in it that the page has for machines without a GPU."""
-    _, line = printed("python")
+    _, line = printed(PAGE, "python")
     text = printed_script()
     assert text.count(MODEL) == 1
     return text.replace(MODEL, line)
@@ -54,7 +51,7 @@ def printed_for_cpus() -> str:
 def printed_command(of: str) -> list[str]:
     """Return the arguments of the page's one command that names a module, ``~`` and all."""
     (line,) = re.findall(
-        rf"^\$ python (-m {re.escape(of)} .*)$", "".join(printed("console")), re.MULTILINE
+        rf"^\$ python (-m {re.escape(of)} .*)$", "".join(printed(PAGE, "console")), re.MULTILINE
     )
     return str(line).split()
 
@@ -74,7 +71,7 @@ def script(tmp_path: Path) -> Path:
 def environment_of(home: Path) -> dict[str, str]:
     """Return what the page has a reader set, and what makes a log that can be read."""
     (gib,) = re.findall(
-        r"^\$ export VLLM_CPU_KVCACHE_SPACE=(\d+)$", "".join(printed("console")), re.MULTILINE
+        r"^\$ export VLLM_CPU_KVCACHE_SPACE=(\d+)$", "".join(printed(PAGE, "console")), re.MULTILINE
     )
     return {
         "HOME": str(home),
@@ -168,6 +165,6 @@ def test_the_script_starts_what_the_disk_tiers_engines_are_started_with(
 
 
 def test_the_page_shows_the_lines_that_are_written() -> None:
-    page = (DOCS / "tutorial.md").read_text()
+    page = (DOCS / PAGE).read_text()
     assert "kvtier is ready" in page
     assert "tier is open" in page
