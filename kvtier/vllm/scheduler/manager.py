@@ -296,11 +296,9 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._resumed.on_wait(self.requests.of(request).runs)
 
     def on_request_ends(self, request: Any) -> dict[str, Any] | None:  # noqa: ANN401 - vLLM's
-        """Note that vLLM returns a request's last token; a user may read metrics after that.
-
-        Returns what its response is to carry.
-        """
-        self._watch.safely("metrics", self._metrics.report_at_once)
+        """Note that vLLM returns a request's last token; return what its response is to carry."""
+        if self.requests.complete(request.request_id):  # no other step need follow
+            self._watch.safely("metrics", self._metrics.report_at_once)
         return self._watch.safely("reports", self._reports.at_end, request)
 
     def _lookup_in_groups(self, key: bytes, req_context: ReqContext) -> LookupResult:

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from kvtier.vllm.workarounds.guarded_observer import GuardedObserver
 
 REPORT_S: Final = 0.1
-"""Interval between two reports while requests run and none of them ends."""
+"""Interval between two reports while requests run."""
 
 _Label = tuple[str, ...]
 C = TypeVar("C")
@@ -331,7 +331,7 @@ class MetricsExporter:
         self._records_dropped = dropped
 
     def report_at_once(self) -> None:
-        """Report all changes with this step: a user may read them."""
+        """Report all changes with this step."""
         self._next_at = -math.inf
 
     def collect(self, *, is_busy: bool) -> OffloadingConnectorStats | None:

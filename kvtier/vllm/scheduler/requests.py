@@ -54,6 +54,7 @@ class EngineRequests:
         self._weights = weights
         self._chunk_tokens = chunk_tokens
         self._of: dict[str, RequestState | None] = {}
+        self._complete: set[str] = set()  # have their last token
         self._undecided: set[str] = set()
 
     def __len__(self) -> int:
@@ -87,8 +88,14 @@ class EngineRequests:
         """Return in which steps those of the requests have run that vLLM has announced."""
         return [self.of(name).runs for name in names if name in self._of]
 
+    def complete(self, name: str) -> bool:
+        """Note that a request has its last token; return whether no other one runs."""
+        self._complete |= {name} & self._of.keys()
+        return len(self._complete) == len(self._of)
+
     def end(self, name: str) -> RequestState | None:
-        """Forget a request; return what was known of it."""
+        """Forget a request; return its state."""
+        self._complete.discard(name)
         self._undecided.discard(name)
         ADAPTERS.mixed.discard(name)
         return self._of.pop(name, None)
