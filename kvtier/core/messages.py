@@ -43,6 +43,7 @@ class LoadCost(NamedTuple):
     block_s: float  #: for each block that is outstanding at the tier, its own included
     outstanding: int  #: blocks that the tier has been sent, and has not released
     spread: float  #: its recent error, as a share of the estimate
+    may_be_less: bool = False  #: the latest load was far faster; the next ones show if all are
 
     def seconds(self, blocks: int) -> float:
         """Return the time that a load of ``blocks`` takes, if it is sent now."""

@@ -58,6 +58,11 @@ class CostFit:
         """Return the expected seconds; ``SECONDS_MIN`` if nothing is known."""
         return max(SECONDS_MIN, self.first * x + self.second * y)
 
+    @property
+    def may_be_less(self) -> bool:
+        """Whether the latest observation was far below the expected value: perhaps a change."""
+        return bool(self._suspects) and not self._are_above
+
     def age(self, factor: float) -> None:
         """Have earlier observations count less."""
         self.weight *= factor

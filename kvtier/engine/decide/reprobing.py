@@ -8,14 +8,17 @@ tried again:
   bounds the cost of reprobing, as a share of computing, however many requests come;
 - after a time, even if blocks are outstanding. That time grows while nothing becomes better, so
   that little is sent to a tier that hangs;
-- at once, if the estimate has become better since the last time. A single observation that is far
-  off moves an estimate little, and several in a row count as a change
-  (``kvtier/engine/decide/cost_fit.py``): the next ones must follow soon.
+- at once, if the last try was far faster than expected, or the estimate has become better since. A
+  single observation that is far off moves an estimate little, and several in a row count as a
+  change (``kvtier/engine/decide/cost_fit.py``): the next ones must follow soon.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from kvtier.core.messages import LoadCost
 
 REQUESTS: Final = 4
 FIRST_S: Final = 1.0
@@ -35,15 +38,14 @@ class Reprobing:
         self._interval_s, self._expected_s = FIRST_S, expected_s
         self._note(now, expected_s)
 
-    def is_due(self, now: float, expected_s: float, outstanding: int) -> bool:
+    def is_due(self, now: float, expected_s: float, cost: LoadCost) -> bool:
         """Return whether a request that declines the tier should try it; it then counts as tried.
 
-        ``expected_s``: the time that a load of the same number of blocks is now expected to take;
-        ``outstanding``: blocks that the tier was asked for and has not delivered.
+        ``expected_s``: the time that a load of the same number of blocks is now expected to take.
         """
         self._declined += 1
         is_better = expected_s <= BETTER * self._expected_s
-        has_time = outstanding == 0 and self._declined > REQUESTS
+        has_time = not cost.outstanding and (cost.may_be_less or self._declined > REQUESTS)
         if not (is_better or has_time or now >= self._at):
             self._expected_s = max(self._expected_s, expected_s)
             return False

@@ -64,4 +64,5 @@ class TransferEstimate:
         """Return the estimate for the next load; None: not known yet."""
         if not self.is_known:
             return None
-        return LoadCost(self.latency_s, self.block_s, outstanding, self.spread)
+        may_be_less = self._fit.may_be_less
+        return LoadCost(self.latency_s, self.block_s, outstanding, self.spread, may_be_less)

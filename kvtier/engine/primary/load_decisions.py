@@ -193,13 +193,16 @@ class LoadDecisions:
         if self._directory.is_apart(request.search.request):
             request.mark_decided()  # it came with parameters for a tier: a router has decided
             return None
-        unsent = self._promotions.unsent_counts()  # loads about to be sent in this step
-        costs = {
+        return self._queue.estimates(request, rates, self._costs_now(), now)
+
+    def _costs_now(self) -> dict[int, LoadCost]:
+        """Return the known costs, behind all loads that tiers have or are about to be sent."""
+        unsent = self._promotions.unsent_counts()
+        return {
             tier: cost._replace(outstanding=cost.outstanding + unsent.get(tier, 0))
             for tier, cost in self._costs.items()
             if cost is not None
         }
-        return self._queue.estimates(request, rates, costs, now)
 
     def _decided(
         self, runs: Sequence[Run], cut: Cut, request: Request, estimates: Estimates
@@ -219,7 +222,7 @@ class LoadDecisions:
             if self._declined.pop(tier, None):
                 self._notice("blocks are loaded again", tier, cut)
             return cut.keys
-        if self._is_reprobed(tier, cut, estimates):
+        if self._is_reprobed(tier, cut):
             patience_s = EXPLORING_SHARE * cut.compute_s
             request.wait_for_loads(patience_s, patience_s)
             self.counts.explorations_decided += 1
@@ -229,15 +232,15 @@ class LoadDecisions:
         self.counts.recomputes_decided += 1
         return cut.keys
 
-    def _is_reprobed(self, tier: int, cut: Cut, estimates: Estimates) -> bool:
+    def _is_reprobed(self, tier: int, cut: Cut) -> bool:
         """Return whether a request that declines a tier loads a few blocks, to measure it."""
-        now, cost = self._promotions.now, estimates.costs.get(tier)
+        now, cost = self._promotions.now, self._costs_now().get(tier)
         if cost is None:
             return False
         expected_s = cost.latency_s + cost.block_s * EXPLORED_BLOCKS_MAX
         reprobing = self._declined.get(tier)
         if reprobing is not None:
-            return reprobing.is_due(now, expected_s, cost.outstanding)
+            return reprobing.is_due(now, expected_s, cost)
         self._declined[tier] = Reprobing(now, expected_s)
         self._notice("blocks are recomputed rather than loaded", tier, cut)
         return False

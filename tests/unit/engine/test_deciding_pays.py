@@ -100,13 +100,17 @@ def test_a_tier_that_hangs_from_the_start_costs_computing_once_more_at_most(clie
     assert max(turns[1:]) < WORSE_MAX * alone
 
 
-@pytest.mark.parametrize("clients", CLIENTS)
-def test_a_tier_that_becomes_fast_again_is_noticed(clients: int) -> None:
-    engine = engine_with("auto", 20.0, (4000,))
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (8, 8), (8, 1)])
+@pytest.mark.parametrize("slowness", [5.0, 20.0])
+def test_a_tier_that_becomes_fast_again_is_noticed(
+    slowness: float, before: int, after: int
+) -> None:
+    """``before``, ``after``: clients. A few fast blocks say little beside many slow ones."""
+    engine = engine_with("auto", slowness, (4000,))
     for turn in range(4):
-        ask(engine, 4000, clients, turn)
+        ask(engine, 4000, before, turn)
     engine.block_s = 0.01 * COMPUTE_BLOCK_S
-    turns = -(-NOTICED_WITHIN // clients)
+    turns = -(-NOTICED_WITHIN // after)
     for turn in range(turns):
-        ask(engine, 4000, clients, turn)
-    assert mean(ask(engine, 4000, clients, turns)) < 0.1
+        ask(engine, 4000, after, turn)
+    assert mean(ask(engine, 4000, after, turns)) < 0.1
