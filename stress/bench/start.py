@@ -1,7 +1,7 @@
 """``stress.bench start``: fills a disk tier, and starts over it again and again in fresh processes.
 
-A start is measured from where vLLM asks for the manager, with its modules imported: until the
-engine can go on, until the tier has said all that it has, and what steps of the scheduler's thread
+A start is measured from where vLLM builds the manager, with its modules imported: until the engine
+can go on, until the tier has announced all its blocks, and what steps of the scheduler's thread
 take meanwhile.
 """
 
@@ -36,7 +36,7 @@ SLOTS: Final = 1024
 STEP_S: Final = 0.001
 """An engine that has nothing to do yet steps this often."""
 
-TOLD_S_MAX: Final = 600.0
+ANNOUNCED_S_MAX: Final = 600.0
 KEY_BYTES: Final = 36
 ROOM_SHARE: Final = 1.25
 ROOM_BYTES: Final = 64 << 20
@@ -79,24 +79,26 @@ def main(job: Mapping[str, Any]) -> Iterator[dict[str, float]]:
     began_s = time.perf_counter()
     facade = _runtime_of(job["tier"])
     opened_s = time.perf_counter()
-    told, longest_s, first_s = 0, 0.0, 0.0
+    announced, longest_s, first_s = 0, 0.0, 0.0
     try:
-        while told < job["blocks"]:
+        while announced < job["blocks"]:
             at_s = time.perf_counter()
-            if at_s - opened_s > TOLD_S_MAX:
-                raise TimeoutError(f"{told} of {job['blocks']} blocks told in {TOLD_S_MAX:g} s")
+            if at_s - opened_s > ANNOUNCED_S_MAX:
+                raise TimeoutError(
+                    f"{announced} of {job['blocks']} blocks announced in {ANNOUNCED_S_MAX:g} s"
+                )
             facade.step_end()
             longest_s = max(longest_s, time.perf_counter() - at_s)
-            told += _told_of_tiers(facade)
-            first_s = first_s or (told > 0) * (time.perf_counter() - opened_s)
+            announced += _announced_by_tiers(facade)
+            first_s = first_s or (announced > 0) * (time.perf_counter() - opened_s)
             time.sleep(STEP_S)
-        told_s = time.perf_counter() - opened_s
+        announced_s = time.perf_counter() - opened_s
     finally:
         facade.close()
     yield {
         "until the engine goes on": opened_s - began_s,
-        "until the first block is told": first_s,
-        "until all are told": told_s,
+        "until the first block is announced": first_s,
+        "until all are announced": announced_s,
         "longest step meanwhile": longest_s,
     }
 
@@ -112,7 +114,7 @@ def _fill(tier: Mapping[str, Any], blocks: int) -> Iterator[int]:
         for first in range(0, blocks, SLOTS // 2):
             keys = [_key(each) for each in range(first, min(first + SLOTS // 2, blocks))]
             _store(facade, f"r{first}", keys)
-            stored += _told_of_tiers(facade)
+            stored += _announced_by_tiers(facade)
             yield len(keys)
         if stored < blocks:
             raise StoreFault(f"{blocks - stored} of {blocks} blocks were not stored")
@@ -140,8 +142,8 @@ def _runtime_of(tier: Mapping[str, Any]) -> SchedulerFacade:
     return open_runtime(config, memory, Namespace({"bench": "start"}), collect_events=True)
 
 
-def _told_of_tiers(facade: SchedulerFacade) -> int:
-    """Return how many blocks secondary tiers have told of since the last call."""
+def _announced_by_tiers(facade: SchedulerFacade) -> int:
+    """Return how many blocks secondary tiers have announced since the last call."""
     return sum(
         len(event.keys)
         for event in facade.take_events()

@@ -21,7 +21,7 @@ def test_each_start_finds_all_blocks_and_nothing_is_left(
     options = ["--path", str(place), "--blocks", "1500", "--runs", "1", "--json", str(report)]
     assert main(["start", *options]) == 0
     (run,) = json.loads(report.read_text())["runs"]
-    assert 0.0 < run["until the first block is told"] <= run["until all are told"]
+    assert 0.0 < run["until the first block is announced"] <= run["until all are announced"]
     assert run["until the engine goes on"] > 0.0
     assert run["longest step meanwhile"] > 0.0
     assert "a start over a disk tier of 1,500 blocks" in capsys.readouterr().out
