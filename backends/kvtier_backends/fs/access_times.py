@@ -4,7 +4,7 @@ Mounts rarely keep it themselves: ``noatime`` never does, and ``relatime``, the 
 once a day. A cleaner that relies on it would remove the most-read files and keep unused ones.
 
 The time is the server's: cleaners compare it with when other files were written. By the clock of a
-host that is hours behind, a block just read would look older than blocks stored since.
+host that is hours behind, a block that was just read would look hours old.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AccessTimes:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._last_set: dict[int, float] = {}  # by the hash of a file's name, oldest first
+        self._last_set: dict[int, float] = {}  # by a file name's hash, least recently hit first
 
     def note_hit(self, name: str, descriptor: int) -> None:
         """Set the time of an open file, unless it was set within a minute. Raises nothing.

@@ -117,7 +117,7 @@ class FsBackend(Backend):
     }
     medium: ClassVar[str] = "STORAGE"
     isolation: ClassVar[Isolation] = "process"
-    """A call on a network filesystem may never return: its process can't end, the engine's can."""
+    """A hung call on a network filesystem keeps its process from ending; the engine's must end."""
 
     def __init__(  # noqa: PLR0913 - the options, by name
         self,
@@ -286,7 +286,7 @@ class FsBackend(Backend):
         return answers
 
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
-        """Write the blocks one after the other, in one thread; loads go before each of them."""
+        """Write the blocks one after the other, in one thread; loads have priority before each."""
         if self._folder_bound is None:
             return await self._writers.run(partial(self._store_all, blocks))
         outcomes: list[Outcome] = []
@@ -330,8 +330,8 @@ class FsBackend(Backend):
     def counters(self) -> Mapping[str, int]:
         """Return error counts by kind, without those that are zero.
 
-        With a capacity also the number of evicted blocks, and on the engine that cleans the
-        folder's contents.
+        With a capacity, also that and the number of evicted blocks; on the engine that cleans,
+        the bytes and blocks in the folder too.
         """
         counts = {**self._counters.counts(), **self._records.counts()}
         if self._folder_bound is not None:
@@ -355,7 +355,7 @@ class FsBackend(Backend):
         return keeper
 
     async def _removed(self, names: Sequence[str]) -> None:
-        """Report blocks as lost that this engine has announced and that are really gone."""
+        """Report as lost those blocks that this engine has announced and that are really gone."""
         keys = self._announced.of(names)
         if keys:
             there = await self._probers.run(partial(_each, self._files.exists, keys))
@@ -374,7 +374,7 @@ class FsBackend(Backend):
             report_older(self._root, self._layout, others, self._tier_name, self._is_open)
 
         if dead or others:
-            # Walks folders: it must delay nothing, and nothing waits for it.
+            # It walks folders, which takes long: in a thread of its own it delays nothing.
             name = f"{self._tier_name}-look"
             daemon_thread(look_around, name, self._report_raised).start()
 

@@ -206,7 +206,7 @@ class BlockFiles:
         return loaded
 
     def begin_stores(self, keys: Iterable[bytes]) -> None:
-        """Name all blocks that this thread is going to store, so that one note covers them."""
+        """Name all blocks that this thread will store: one record in the marker covers them."""
         names = map(self._layout.name, keys)
         self._batch.folders = frozenset([name.rpartition("/")[0] for name in names])
 
@@ -365,7 +365,7 @@ class BlockFiles:
         return Loaded(Outcome.FAILED)
 
     def _what_is_odd(self, name: str) -> SpecialFile | None:
-        """Return the error for whatever lies in a file's place, if it is not a file."""
+        """Return the error for a special file in a block's place; None if it is a regular file."""
         with suppress(OSError):
             place = self._root_handle.current()
             mode = os.stat(name, dir_fd=place.blocks, follow_symlinks=False).st_mode
@@ -439,12 +439,12 @@ class BlockFiles:
             return open_both(place.blocks, first, second, mode, make=True)
 
     def _note_unfinished(self, place: OpenRoot, folder: str) -> None:
-        """Name the folder in this place's marker. With a bound, the stage is elsewhere."""
+        """Name the folder in this place's marker. With a bound, unfinished files are elsewhere."""
         if self._folder_bound is not None:
             return
         seen = place.unfinished
         if seen is None or seen.is_removed():
-            # One thread at a time, or two would write the same record. A folder is made later.
+            # One thread at a time, or two would write one record. Missing folders are made later.
             with self._marking, suppress(FileNotFoundError):
                 if place.unfinished is seen:
                     self._leave_marker(place)

@@ -1,4 +1,4 @@
-"""Reports at a tier's start the folders of blocks that an older kvtier named by fewer facts.
+"""Reports, at a tier's start, namespaces of an older kvtier, whose block names cover fewer facts.
 
 They are neither served nor overwritten any more: an operator has to remove them.
 """
@@ -31,7 +31,7 @@ NAMING: Final = "format"
 def neighbours(root: int, layout: Layout) -> list[str]:
     """Return the names of this model's other namespaces in an open root. Raises ``OSError``.
 
-    Lists one folder and reads nothing: few engines have any, and a thread that reads may hang.
+    Only lists the folder: few have other namespaces, and a thread that reads their files may hang.
     """
     descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
     try:
@@ -48,7 +48,7 @@ def report_older(
 ) -> None:
     """Log a warning for each of these namespaces that an older kvtier has left in ``root``.
 
-    Walks its folders: call it where nothing waits. Ends early once ``keep_on()`` is false.
+    Walks their folders: call it in a thread of its own. Ends early once ``keep_on()`` is false.
     """
     own = facts_of(layout.config)
     # The folder may be disappearing, or its storage failing: then there is nothing to report.

@@ -111,7 +111,7 @@ class OpenRoot:
             return None
 
     def is_named_by(self, there: os.stat_result) -> bool:
-        """Return whether this is where a path leads. False if it can no longer be queried."""
+        """Return whether ``there`` is this root's status; False if it can no longer be queried."""
         try:
             return os.path.samestat(there, os.fstat(self.root))
         except OSError:
@@ -126,9 +126,9 @@ class OpenRoot:
 
 
 def _open_folder(name: str, parent: int, mode: int, *, make: bool) -> int:
-    """Open a folder in another, and create it if it is missing and ``make`` says so.
+    """Open a folder in another; with ``make``, create it if it is missing.
 
-    It is opened first, for most exist: each call here costs a store one more wait for the GIL.
+    Opens it first, since most exist: each call here costs a store one more wait for the GIL.
     """
     try:
         return os.open(name, FOLDER_FLAGS, dir_fd=parent)
@@ -141,7 +141,7 @@ def _open_folder(name: str, parent: int, mode: int, *, make: bool) -> int:
 
 
 class RootHandle:
-    """Holds the place, and releases it when it is no longer there. Any thread."""
+    """Holds the place, and releases it once the path no longer leads there. Any thread."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class RootHandle:
             self._reopen(make=True)
 
     def _may_start_over(self, device: int) -> bool:
-        """Return whether an empty folder there is the tier's: the old one was deleted."""
+        """Return whether the tier may start over in an empty folder: the old one was deleted."""
         return (
             self._is_deleted
             and not self._read_only

@@ -9,8 +9,8 @@ writes in (``unfinished.py``): only the folders in a dead writer's marker are li
 The host id covers the boot and the process namespace too: two containers with
 one host name do not share process numbers. A writer elsewhere cannot be checked,
 so its files go when they are a day old, by the clock that sets files' times:
-the server's. A marker is younger than its writer's latest file; one whose writer was
-idle for a day goes too, and is made again (``Unfinished.is_removed``).
+the server's. A marker is rewritten before each batch; one whose writer was idle for
+a day goes too, and is made again (``Unfinished.is_removed``).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def remove_markers(base: int, names: Iterable[str]) -> None:
 def folder_time_s(base: int, me: WriterProcess) -> float:
     """Return the time by the clock that sets files' times: touches this writer's marker.
 
-    This host's clock may be hours off. Without a marker, no file has an age.
+    This host's clock may be hours off. Without a marker, the result makes all files young.
     """
     try:
         with _markers(base) as folder:
@@ -217,7 +217,7 @@ def _names(folder: int) -> dict[str, bool]:
     """Return the names in an open folder, each with whether it is a folder.
 
     If a filesystem lists names alone (FUSE, some network filesystems), each type is queried
-    through the listing's descriptor, so while that is open.
+    through the listing's descriptor, which must still be open.
     """
     try:
         with (

@@ -13,11 +13,11 @@ clocks are compared.
 
 Grants. A writer stores only into a grant: a folder ``terms/<number>/grant-...`` that the cleaner
 makes for it, with the allowed bytes in its name. A block is written there, and renamed to its
-place. When a grant is used up, its writer writes a receipt into it: a list of the stored blocks,
-and the writer's last action there. The cleaner takes the receipt, and removes the grant. It
-revokes the grants of dead writers (their process is gone, or their count in ``want-...`` stands
-still): the contents of the folder are removed, then the folder, so that later attempts of a
-writer that was only stopped fail. The bytes of such a grant count as lost until the next scan.
+place. When a grant is used up, its writer's last action there is to write a receipt: a list of
+the stored blocks. The cleaner takes the receipt, and removes the grant. It revokes the grants of
+dead writers (their process is gone, or their count in ``want-...`` stands still): the contents of
+the folder are removed, then the folder, so that later attempts of a writer that was only stopped
+fail. The bytes of such a grant count as lost until the next scan.
 
 The account. ``bound = manifest + granted + lost + others``. The manifest has each known block, with
 its size and the epoch of its last use; a scan of the folders rebuilds it periodically.
@@ -30,12 +30,12 @@ Granted: all grants without a receipt, in full. Others: files that are not block
 #            Blocks are evicted beside the cleaner's rounds: one whose receipt was taken since its
 #            eviction began stays known. Checked: removed,
 #            test_the_folder_never_holds_more_than_its_bound.
-# Invariant: while nothing was counted in a term, only a file that was really removed lowers the
-#            bound. It begins at the capacity if the term before kept that, else without limit.
+# Invariant: until a term has counted, only a file that was really removed lowers the bound.
+#            A bound begins at the capacity if the term before kept that, else without limit.
 #            Checked: removed, test_a_new_cleaner_grants_before_it_has_counted.
 
-Uses. A writer lists the blocks that it has loaded in ``uses-...``; the cleaner assigns them its own
-epoch, a counter of its own, and evicts those of the lowest. Evicted blocks are named in
+Uses. A writer lists the blocks that it has loaded in ``uses-...``; the cleaner assigns them its
+current epoch, a counter, and evicts blocks of the lowest epoch first. Evicted blocks are named in
 ``removed/<term>-<number>``, which every engine reads, so that all of them forget the block.
 
 Files. ``protocol.py`` defines what engines share: names, contents, folders, pauses. ``writer.py``

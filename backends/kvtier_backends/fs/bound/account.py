@@ -76,7 +76,7 @@ class Manifest:
         return size
 
     def oldest(self, size: int, blocks_max: int) -> Array:
-        """Return the least recently used blocks, of ``size`` bytes in total at least."""
+        """Return the least recently used blocks: ``size`` bytes, or ``blocks_max`` blocks."""
         count = min(blocks_max, len(self.entries))
         if not count:
             return empty()
@@ -91,7 +91,7 @@ class Manifest:
         self.entries["epoch"][there] = other.entries["epoch"][places[there]]
 
     def _find(self, numbers: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-        """Return for each number its place, and whether it is there."""
+        """Return for each number its place in ``entries``, and whether it is there."""
         known = self.entries["block"]
         places = np.searchsorted(known, numbers)
         if not len(known):
@@ -119,12 +119,12 @@ class Account:
     epoch: int = 1
     is_counted: bool = False  #: a scan has ended in this term
     unknown: float = float("inf")  #: before that: bytes that may be there beside the manifest
-    ghosts: int = 0  #: known blocks that were missing, since the last scan
+    ghosts: int = 0  #: bytes of known blocks that were found missing since the last scan
     unsaved: int = 0  #: blocks stored or removed since the manifest was copied
 
     def __post_init__(self) -> None:
-        self._lost = 0  # since the last scan began, or before
-        self._lost_before = 0
+        self._lost = 0  # since the last scan began
+        self._lost_before = 0  # before that
         self._changes: list[tuple[Array, int] | NDArray[np.uint64]] | None = None
         self._stored_since: list[NDArray[np.uint64]] | None = None  # since an eviction began
 
@@ -140,7 +140,7 @@ class Account:
         return self._lost + self._lost_before
 
     def begin_from(self, manifest: Manifest, epoch: int, *, holds: bool) -> None:
-        """Begin with an older term's manifest. ``holds``: its capacity guarantee holds too."""
+        """Begin with an older term's manifest. ``holds``: that term kept the folder in bounds."""
         self.manifest = manifest
         self.epoch = max(self.epoch, epoch + 1)
         if holds:
@@ -158,7 +158,7 @@ class Account:
         if self._stored_since is not None:
             self._stored_since.append(stored["block"])
         if not self.is_counted:
-            self.unknown += twice  # a known block may be gone, and another one is there
+            self.unknown += twice  # a known file may be gone, and an unknown one there instead
         self._note((stored, self.epoch))
 
     def lose(self, size: int) -> None:

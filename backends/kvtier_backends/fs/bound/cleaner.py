@@ -82,7 +82,7 @@ class Issuer:
         self.lacking_bytes = 0  #: of blocks that the filesystem had no room for
         self._number = 0
         self._round = 0
-        self._doubtful: list[tuple[Known, int]] = []  # it is not known whether it was made
+        self._doubtful: list[tuple[Known, int]] = []  # its folder may not have been made
         self._receipts: list[tuple[int, Array]] = []  # of grants that were removed: size, stored
 
     async def settle(self, term: Folder, names: list[str]) -> None:
@@ -215,7 +215,7 @@ FULL_SHARE = 1024
 """While the filesystem is full, capacity / FULL_SHARE is evicted at a time."""
 
 LOOK_EPOCH = 1 << 30
-"""More epochs than any file is old: a look before all uses relies on file times alone."""
+"""More epochs than any file's age: a scan before this engine leads goes by file times alone."""
 
 UNSAVED_SHARE = 64
 """The manifest is saved after one change per this many blocks: the next cleaner starts from it,
@@ -469,7 +469,7 @@ class Cleaner:
             self._hands.begin_scan(account.epoch, self._duty())
 
     def _duty(self) -> float:
-        """Return the share of the time to scan: engines store meanwhile, or wait for it."""
+        """Return the scan's share of the time: all of it if stores wait for the result."""
         is_known = self.account.manifest.bytes * 2 > self._capacity
         return self._timing.scan_duty if is_known else 1.0
 
@@ -492,7 +492,7 @@ class Cleaner:
         their folder, if it could be created. Raises ``OSError``.
         """
         if not self._is_next:
-            return  # the leader meets the same
+            return  # the leader finds it full too
         await self._end_eviction(space)
         if self._is_fenced:
             self._scan()

@@ -160,7 +160,7 @@ def scan(files: Iterable[tuple[str, os.stat_result]], epoch: int, epoch_s: float
 def walk_files(
     folder: int, path: str, depth: int, keep_on: Callable[[], bool]
 ) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the files below an open folder, except for those of the protocol."""
+    """Yield files below an open folder, not the protocol's. Raises ``ScanGivenUp``, ``OSError``."""
     with _opened(path or ".", folder) as opened, os.scandir(opened) as entries:
         names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
         for name, is_folder in names:

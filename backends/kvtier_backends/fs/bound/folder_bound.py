@@ -69,7 +69,7 @@ class ThreadHands:
         self._eviction = 0
 
     def begin_evict(self, victims: Array, *, folders: bool) -> None:
-        """Begin to remove these blocks, in several threads: each waits if nothing is cached."""
+        """Begin to remove these blocks, in several threads: each may wait for storage."""
         root = self._root()
         loop = asyncio.get_running_loop()
         self._eviction += 1
@@ -118,7 +118,7 @@ class ThreadHands:
         return found
 
     def give_up(self) -> None:
-        """Stop a running scan and eviction; the blocks removed by then are known soon."""
+        """Stop a running scan and eviction; ``evicted`` soon has the blocks removed by then."""
         self._scan += 1
         self._eviction += 1
 
@@ -199,7 +199,7 @@ class FolderBound:
         self._is_stopping = False
         self._round_ended: asyncio.Condition | None = None
         self._warned_of: int | None = None
-        self._tidied = 0  #: the term that began with tidying
+        self._tidied = 0  #: the last term that was tidied
 
     # --- any thread ---
 
@@ -249,7 +249,7 @@ class FolderBound:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def wait_for_room(self, blocks: int) -> bool:
-        """Request room for this many blocks, and wait for one block's, as long as a store may."""
+        """Request room for this many blocks; wait for one's, for half of a store's time at most."""
         grants = self._writer.grants
         if self._round_ended is None or self._wake is None:
             return False
@@ -259,7 +259,7 @@ class FolderBound:
                 self._round_ended,
             ):
                 while not grants.left(self._file_bytes):
-                    grants.ask(blocks * self._file_bytes)  # each round repeats it
+                    grants.ask(blocks * self._file_bytes)  # a round uses it up
                     self._wake.set()
                     await self._round_ended.wait()
         return grants.left(self._file_bytes) > 0
@@ -290,7 +290,7 @@ class FolderBound:
         self._executor.shutdown()
 
     def gauges(self) -> dict[str, int]:
-        """Return the capacity, and what only the cleaner knows."""
+        """Return the capacity; from the cleaner also the folder's bytes and blocks."""
         account, capacity = self.cleaner.account, {"capacity_bytes": self._capacity}
         if not self.cleaner.leads or not account.is_counted:
             return capacity

@@ -4,7 +4,7 @@ A block is identified by two numbers: a hash of its path below the root, and its
 that it is in. To find the file again, the leaf is listed, and each name hashed.
 
 Counts are JSON, lists of blocks are arrays with a checksum. Anyone who can write to the folder can
-write them, so they are parsed with suspicion. Tests have a folder of their own.
+write them, so they are parsed as untrusted. Tests have a ``Folder`` in memory.
 
 The protocol's pauses are seconds of the waiter's clock: no two clocks are compared.
 """
@@ -55,7 +55,7 @@ class GrantName(NamedTuple):
 
 
 class Location(NamedTuple):
-    """The location of a block."""
+    """The two numbers that identify a block and find its file."""
 
     block: int  #: hash of its path
     leaf: int
@@ -295,5 +295,5 @@ class Timing:
     rescan_s: float = 600.0  #: between two scans, unless one is needed sooner
     scan_share_max: float = 0.1  #: share of the time for scans that are needed sooner
     scan_duty: float = 0.25  #: share of the time for which a scan works if nothing waits for it
-    evict_s: float = 1.0  #: of a round, for removing block files
+    evict_s: float = 1.0  #: an eviction that takes longer leaves the rest to the next
     hang_s: float = 20.0  #: a round that takes longer is abandoned

@@ -43,7 +43,7 @@ class Announced:
 
     @contextmanager
     def asked(self, keys: Iterable[bytes]) -> Iterator[None]:
-        """Treat these as announced during their lookup: blocks that are found may go meanwhile."""
+        """Treat these as announced during their lookup: found ones may be evicted meanwhile."""
         asked = {self._layout.name(key): key for key in keys}
         self._asked.append(asked)
         try:
@@ -80,7 +80,7 @@ _UNFINISHED = re.compile(r"\.([0-9]{10})-[0-9]{10}\..+\.tmp")
 
 
 class Removals:
-    """The cleaner's side."""
+    """Writes the files: the cleaner's side."""
 
     def __init__(self) -> None:
         self._term = 0
@@ -121,7 +121,7 @@ class Removals:
 
 
 class RemovalsReader:
-    """An engine's side."""
+    """Reads the files: an engine's side."""
 
     def __init__(self) -> None:
         self._seen: set[str] | None = None

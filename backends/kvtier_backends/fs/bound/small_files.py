@@ -76,7 +76,7 @@ def _carry_out(future: Future[Any], call: Callable[[], Any]) -> None:
     with suppress(RuntimeError):  # its loop is closed: there is nothing left to notify
         try:
             result = call()
-        except BaseException as problem:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as problem:  # noqa: BLE001 - passed to the waiting call
             future.set_exception(problem)
             # Its traceback has this frame: without this, the folders in it stay open until
             # garbage is collected.

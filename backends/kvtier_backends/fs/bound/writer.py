@@ -4,8 +4,8 @@ The grants of a writer hold the bytes that each allows, and the blocks stored wi
 measures how much it stores, so that a slow cleaner grants enough until its next round. ``Uses``
 collects the blocks used since the last report: no order, and a limited number.
 
-# Invariant: a grant is never used for more bytes than it is good for: what is written into its
-#            folder counts before it is, and comes back only once it is removed. Checked: begin,
+# Invariant: no more bytes are written with a grant than it allows: a file's bytes are taken from
+#            it before the write, and returned only once the file is removed. Checked: begin,
 #            give_up, test_the_folder_never_holds_more_than_its_bound.
 # Invariant: nothing is done with a grant any more once its receipt is written. Checked:
 #            finished, test_nothing_is_stored_with_a_grant_that_has_a_receipt.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Demand:
-    """Bytes stored recently, and those that there was no room for. One task."""
+    """A writer's demand: bytes stored recently, and bytes that had no room. One task."""
 
     def __init__(self, window_s: float) -> None:
         """``window_s``: stores longer ago than this do not count, in seconds."""
@@ -58,7 +58,7 @@ class Demand:
         while self._taken and now - self._taken[0][0] >= self._window_s:
             self._taken.popleft()
         if taken or refused:
-            self._refused = refused  # a waiting store asks in each round: don't add them up
+            self._refused = refused  # a waiting store is counted in each round: don't add up
         return bool(taken or refused)
 
     def bytes(self) -> int:

@@ -85,7 +85,7 @@ def evict_to(folder: FsFolder, capacity: int, progress: ShowProgress) -> Shrunk:
 
 
 def announce(folder: FsFolder, names: Sequence[str]) -> None:
-    """Notify engines that have a bound of removed block files. Raises nothing."""
+    """Publish removed block files to the engines that bound the folder. Raises nothing."""
     if names and os.path.isdir(f"{folder.path}/{SPACE}"):
         call = BoundedCall(lambda: asyncio.run(_announce(folder, names)), "announce")
         with suppress(OSError):

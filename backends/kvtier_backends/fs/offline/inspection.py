@@ -91,7 +91,7 @@ class FsFolder:
         os.close(self.root)
 
     def parts(self) -> int:
-        """Return the folders below the namespaces: names of blocks are spread evenly over them."""
+        """Count the folders below the namespaces: names of blocks are spread evenly over them."""
         count = 0
         for name in os.listdir(self.root):
             if name != SPACE:

@@ -1,6 +1,6 @@
-"""The folder of an ``fs`` tier, kvtier's or vLLM's, for ``kvtier ls`` and its like.
+"""Implements ``kvtier ls`` and its like for the folder of an ``fs`` tier, kvtier's or vLLM's.
 
-Every file is a block, and engines may be using the folder: a block that is removed is a miss.
+Each block is a file, and engines may be using the folder: a block that is removed is a miss.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class FsStorage(Offline):
             return evict_to(folder, capacity_bytes, progress)
 
     def _by_its_clock(self, selection: Selection) -> Selection:
-        """Return the selection with its time as the server of the folder reckons it."""
+        """Return the selection with its time by the clock of the folder's server."""
         if selection.before_s is not None:
             with suppress(OSError):  # it can't be written: nothing is removed there either
                 ahead_s = clock_ahead_s(self.place)
@@ -151,7 +151,7 @@ class _Removal:
         self._names: list[str] = []
 
     def run(self, selection: Selection, advance: Callable[[], None]) -> None:
-        """Remove the selected blocks. Ctrl-C passes, after what is gone was announced."""
+        """Remove the selected blocks. Ctrl-C is raised once the removed ones are announced."""
         try:
             for file in self._selected(selection, advance):
                 self._remove(file)
