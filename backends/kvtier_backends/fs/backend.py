@@ -105,14 +105,14 @@ class FsBackend(Backend):
         "loads_unchecked": Counter("Blocks without a checksum that were served."),
         "loads_unchecked_refused": Counter("Blocks without a checksum that were not served."),
         "folder_lost": Counter("Times that the folder was gone or replaced."),
-        "folder_returned": Counter("Times that it could be used again."),
+        "folder_returned": Counter("Times that a lost folder could be used again."),
         "upkeep_failed": Counter("Times that upkeep raised."),
         "capacity_bytes": CAPACITY_BYTES,
         "used_bytes": USED_BYTES,
         "folder_blocks": Gauge("Blocks in the folder, on the engine that cleans it."),
         "blocks_evicted": Counter("Blocks that this engine evicted."),
         "stores_not_granted": Counter("Blocks not written because the folder had no room."),
-        "space_failed": Counter("Failures of the account of the folder's space."),
+        "space_failed": Counter("Failed rounds of keeping the folder within its capacity."),
         "evictions_failed": Counter("Evictions that failed."),
     }
     medium: ClassVar[str] = "STORAGE"
@@ -241,7 +241,7 @@ class FsBackend(Backend):
     def check_connection(cls, options: Mapping[str, Any], context: BackendContext) -> str:
         """Write, read and remove a file in the folder, if that is allowed."""
         if context.read_only:
-            return "its folder is there, and may be read"
+            return "its folder exists and may be read"
         try:
             return try_folder(_read(options, context)[0].root_dir)
         except OSError as problem:
@@ -415,17 +415,17 @@ class FsOptions(ProtectionOptions):
     """serve a file without a checksum (default with layout `vllm`); otherwise it is a miss"""
     capacity_bytes: Annotated[option.Size, Meta(ge=1)] | None = None
     """size limit of the folder, in all namespaces and for all engines that share it: least
-    recently used blocks are evicted. Give all engines the same. Without it, nothing is evicted"""
+    recently used blocks are evicted. Set the same on all engines. Without it, nothing is evicted"""
     n_read_threads: Annotated[option.Integer, Meta(ge=1, le=1024)] = 16
     """threads that read, and as many that look blocks up"""
     n_write_threads: Annotated[option.Integer, Meta(ge=1, le=1024)] = 16
-    """threads that write; during a load all but one pause between two blocks, and for half a second
-    after it all but four, for half of the time at most"""
+    """threads that write. During a load, all but one pause between two blocks, and in the half
+    second after it, all but four; for at most half of the time"""
     direct: option.Flag = True
     """use O_DIRECT where the filesystem supports it"""
     allow_world_writable: option.Flag = False
     """use a folder that everyone may write to, as on mounts where chmod does nothing (SMB, Azure
-    Files, gcsfuse). Whoever can write there can plant blocks: set a key that signs or encrypts"""
+    Files, gcsfuse). Anyone who writes there can plant blocks: set a key that signs or encrypts"""
 
     @property
     def accept_unchecked(self) -> bool:
@@ -441,7 +441,7 @@ def _read(options: Mapping[str, Any], context: BackendContext) -> tuple[FsOption
     records = make_records(reader, context)
     reader.finish()
     if records.form is not Form.PLAIN:
-        _refuse_beside(reader, given, "keys", "what the keys of this tier sign or encrypt")
+        _refuse_beside(reader, given, "keys", "signed or encrypted blocks")
     if records.are_compressed:
         _refuse_beside(reader, given, "compression", "compressed blocks")
     return given, records
@@ -453,7 +453,7 @@ def _refuse_beside(reader: Options, given: FsOptions, what: str, stored: str) ->
         raise reader.error(
             "layout",
             given.layout,
-            f"has no room for {stored}: vLLM would neither write nor read it. Set layout to "
+            f"has no room for {stored}: vLLM would neither write nor read them. Set layout to "
             f'"kvtier", or remove the {what}',
         )
     if given.accept_unchecked:
@@ -470,7 +470,7 @@ def _check_capacity(given: FsOptions, options: Mapping[str, Any], context: Backe
         raise Options(options, f"secondary tier {context.tier_name}").error(
             "capacity_bytes",
             given.capacity_bytes,
-            "is for those that write to the folder, and read_only is set. Remove one",
+            "is for engines that write to the folder, but read_only is set. Remove one",
         )
     least = CAPACITY_BLOCKS_MIN * (padded_bytes(context.block_bytes) + TRAILER_BYTES)
     if given.capacity_bytes is not None and given.capacity_bytes < least:

@@ -110,7 +110,7 @@ def prepare_namespace(place: OpenRoot, layout: Layout, refusal: FolderRefusal) -
             if place.written_ns() is None:
                 write_config(place.base, layout)
     except NotADirectoryError as problem:
-        raise refusal.error(f"holds {problem.filename}, which is no folder. Move it.") from None
+        raise refusal.error(f"holds {problem.filename}, which is not a folder. Move it.") from None
     except OSError as problem:
         raise refusal.error(
             f"cannot be written ({problem.strerror}: {problem.filename}). "

@@ -150,7 +150,7 @@ class RecordForm:
         trailer = page[:size]
         outcome, digest = self._records.decode_untrusted(block.key, payload, trailer, block.buffer)
         if outcome is not Outcome.DONE or digest is None:
-            raise BlockRefused("it is torn, or no key of this tier's vouches for it")
+            raise BlockRefused("it is torn, or no key of this tier verifies it")
         return digest
 
 

@@ -38,7 +38,7 @@ CHECK_PAUSE_S: Final = 1.0
 
 CONFIG_NAME: Final = "config.json"
 FOLDER_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NOTHING_YET: Final = "holds nothing yet that this engine could load: others are to store it"
+_NOTHING_YET: Final = "holds nothing yet that this engine could load: others have to store it first"
 _GONE: Final = (FileNotFoundError, NotADirectoryError)
 
 
@@ -223,13 +223,13 @@ class RootHandle:
         if stat.S_ISDIR(there.st_mode):
             self._reopen(make=self._may_start_over(there.st_dev))
         else:
-            self._lose("it is no folder any more")
+            self._lose("it is no longer a folder")
 
     def _path_is_gone(self, *, make: bool) -> None:
         if self._place is not None:
             self._is_deleted = self._place.is_deleted()
         if not self._is_deleted:
-            self._lose("it is not there any more")
+            self._lose("it is no longer there")
         elif make and self._may_start_over(filesystem_of(os.path.dirname(self._real_path))):
             with suppress(FileExistsError):
                 make_folders(self._real_path)

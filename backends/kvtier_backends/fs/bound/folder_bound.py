@@ -350,8 +350,8 @@ class FolderBound:
     def _warn_of_another(self, capacity: int | None) -> None:
         if capacity is not None and capacity != self._warned_of:
             log.warning(
-                "fs tier: the engine that cleans the folder has another capacity_bytes, which "
-                "holds; give all engines the same",
+                "fs tier: the engine that cleans the folder has a different capacity_bytes, which "
+                "applies; set the same on all engines",
                 tier=self._tier_name,
                 here=self._capacity,
                 there=capacity,

@@ -65,7 +65,7 @@ class FsFolder:
         try:
             self.root = os.open(path, _ROOT_FLAGS)
         except (FileNotFoundError, NotADirectoryError):
-            raise ConfigError(f"{path} is no folder. Name the root_dir of an fs tier.") from None
+            raise ConfigError(f"{path} is not a folder. Name the root_dir of an fs tier.") from None
         try:
             self.namespaces = {name: self._describe(name) for name in self._folders()}
             is_ours = bool(self.namespaces) or os.path.isdir(f"{path}/{SPACE}")
@@ -75,8 +75,8 @@ class FsFolder:
         if not is_ours:
             os.close(self.root)
             raise ConfigError(
-                f"{path} is no folder of an fs tier: nothing in it has a config.json. Name the "
-                "tier's root_dir."
+                f"{path} is not the folder of an fs tier: nothing in it has a config.json. Name "
+                "the tier's root_dir."
             )
 
     def __enter__(self) -> Self:

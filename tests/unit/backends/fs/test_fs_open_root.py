@@ -197,7 +197,7 @@ async def test_a_folder_is_given_up_once_the_reason_is_known(
         with monkeypatch.context() as patched:
             patched.setattr(open_root.RootHandle, "__setattr__", set_attribute)
             await expect_nothing_works(fs)
-    assert reasons[0].startswith("it is not there any more")
+    assert reasons[0].startswith("it is no longer there")
 
 
 @needs("mount")
