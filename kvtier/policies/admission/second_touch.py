@@ -1,7 +1,7 @@
 """Writes a block once a second request has used it.
 
-The usual advice for the life of an SSD, but it costs hits: a block used a
-second time was not there for that second time.
+This is the usual advice to spare an SSD, but it costs hits: the second use of
+a block always misses the tier.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache",
 FAST 2003. Blocks used by one request stand in a *recent* list, blocks that a
 second request used too in a *frequent* one. Keys that left either are
 remembered as ghosts; one that comes back shows that its list was too short, and
-moves the target between the two.
+moves the recent list's target size.
 
-Both lists are ``Runs``, so within a request tails go before heads. A block
-that the request which brought it uses again (a store and then a load, say) is
-not used a second time in ARC's sense. Ghosts are at most ``capacity`` keys,
-and by one request's blocks more between two calls of ``choose_victims``.
+Both lists are ``Runs``, so within a request tails go before heads. A second
+use by the request that brought a block (a store and then a load, say) is none
+in ARC's sense. There are at most ``capacity`` ghosts, and by one eviction more
+until as many blocks are admitted.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ARCPolicy(QueuePolicy):
         self._recent_target = 0.0
 
     def _adapt(self, keys: Sequence[Key]) -> dict[Key, None]:
-        """Let ghosts that come back move the target by the paper's step; return them."""
+        """Move the target by the paper's step for each ghost that comes back; return these."""
         back: dict[Key, None] = {}
         recent, frequent = self._recent_ghosts, self._frequent_ghosts
         if recent.isdisjoint(keys) and frequent.isdisjoint(keys):

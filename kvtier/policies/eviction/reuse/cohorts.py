@@ -2,7 +2,7 @@
 
 Blocks that a request used in the same way, with the same history, are expected
 to be used again alike. Each such kind is a *cohort*: it has a number, and
-*traits*, over which ``reuse_model`` shares its few observations.
+*traits*, over which ``model`` shares its few observations.
 
 Sizes, counts and gaps are distinguished by octaves: their logarithm carries most of
 the information, whatever a block holds and however fast the clock runs.
@@ -15,7 +15,7 @@ from typing import Final
 TURNS_MAX: Final = 6  #: later turns of a conversation count as this one
 USES_MAX: Final = 9  #: levels: one for each of the first uses, then one an octave
 GAPS_MAX: Final = 6  #: levels of one octave each
-GAP_OCTAVE_FIRST: Final = 4  #: gaps below 2 ** 4 units are alike: no user types that fast
+GAP_OCTAVE_FIRST: Final = 4  #: gaps below 2 ** 5 - 1 units are alike: no user types that fast
 NEW_MAX: Final = 6  #: octaves of the number of new blocks
 OLD_NEW_MAX: Final = 3  #: the same in steps of two, for blocks that are not new themselves
 SIZE_MAX: Final = 12  #: octaves of the number of blocks of a first request
@@ -75,7 +75,7 @@ class Cohorts:
         return self._last[min(turn, TURNS_MAX)]
 
     def is_last(self, cohort: int) -> bool:
-        """Return whether ``cohort`` is one of last blocks."""
+        """Return whether ``cohort`` is one of those that ``last`` returns."""
         return self._last[0] <= cohort <= self._last[-1]
 
     def first(self, size: int) -> int:

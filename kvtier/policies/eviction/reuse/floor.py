@@ -39,7 +39,7 @@ SURE: Final = 3.0
 """How many standard deviations LRU must be ahead: below that, it is chance."""
 
 TURNOVERS_OF_LRU: Final = 4.0
-"""How long LRU is followed first, and how long a trial must last to be a success."""
+"""How long LRU is followed after a trial that lasted longer than LRU had been followed before."""
 
 TURNOVERS_OF_LRU_MAX: Final = 64.0
 
@@ -64,9 +64,9 @@ class Floor:
         self.follows_lru = False
 
     def end_request(self, sampled: Sequence[Key], found: int, here: Container[Key]) -> None:
-        """Learn that a request used keys of which these are ``sampled``.
+        """Count a request's hits, and those that LRU would have had, in its ``sampled`` keys.
 
-        ``found``: how many of them it found resident; ``here``: those that are now.
+        ``found``: how many of them it found resident; ``here``: those that are resident now.
         """
         lru = self._lru
         in_lru = sum(map(lru.__contains__, sampled))
@@ -74,7 +74,7 @@ class Floor:
         self._use([key for key in sampled if key in here or key in lru])
 
     def store(self, keys: Sequence[Key]) -> None:
-        """Learn of resident keys that were in no order, or not resident at that time."""
+        """Add resident keys that no request's order had, or that were stored after it ended."""
         self._use(self.sample(keys, b"".join(keys)))
 
     def forget(self, keys: Sequence[Key]) -> None:
@@ -97,7 +97,7 @@ class Floor:
         ]
 
     def _use(self, keys: list[Key]) -> None:
-        """Let LRU have ``keys`` as the newest, tails before heads, and evict what does not fit."""
+        """Make ``keys`` the newest in LRU, tails before heads, and evict the surplus."""
         lru = self._lru
         before = len(lru)
         for key in reversed(keys):
@@ -114,7 +114,7 @@ class Floor:
         self._spread *= kept
 
     def _compare(self, lead: int) -> None:
-        """Count by how many blocks one request hit more than under LRU, and decide."""
+        """Add one request's ``lead``, its hits beyond those of LRU, and decide what to follow."""
         turnovers = self._since / self._capacity
         self._lead += lead
         self._spread += lead * lead

@@ -8,7 +8,7 @@ comes back walks from record to record.
     bits   meaning
     14     tag of the key
     10     cohort
-    6      share of the vote (see ``reuse_model``), in 63rds
+    6      share of the vote (see ``model``), in 63rds
     12     length in blocks
     22     when it was last used, in quarters of a unit, wrapping around
 """
@@ -46,7 +46,7 @@ class Ghost(NamedTuple):
 
 
 def _zeros(pairs: int) -> memoryview:
-    """Return so many pairs of empty records. They take memory once they are written to.
+    """Return this many pairs of empty records. They take memory once they are written to.
 
     Private: pages that are only read then stay one page of zeros. Not reserved: a large tier
     may have more records than there is memory, as long as it has not evicted so much.

@@ -1,6 +1,6 @@
 """Estimates how soon a block is used again: counts, hazards, and Gittins' index.
 
-For each cohort (``reuse_cohorts``) the model counts how many votes *entered* it, and
+For each cohort (``cohorts``) the model counts how many votes *entered* it, and
 how many *returned* after which gap. A vote is one stretch of blocks placed
 together; if a part of it returns, that part of the vote does.
 
@@ -40,13 +40,13 @@ GUESS_VOTES: Final = 8.0
 """A guess weighs as much as this many votes at risk: enough to tame a bin's noise."""
 
 HAZARD_GUESS: Final = 0.05
-"""Used before any observation: alike in each half octave, so the index falls with age as in LRU."""
+"""Used before any observation: equal in all bins, so the index falls with age as in LRU."""
 
 HAZARD_MAX: Final = 0.9
-"""A product of factors may exceed a chance."""
+"""The product of factors may exceed 1."""
 
 VOTES_MAX: Final = 200_000.0
-"""Older votes count half whenever there are so many: slow forgetting."""
+"""Whenever there are this many votes, all are halved: slow forgetting."""
 
 SNAPSHOTS_MAX: Final = 96
 """Snapshots of the entered votes; every second of the older ones goes, so gaps grow with age."""
@@ -95,7 +95,7 @@ class ReuseModel:
     def index_of(self, cohort: int, age: float) -> float:
         """Return the index of a cohort at an age.
 
-        It is computed after the hazards have changed and when it is looked at: few are in use.
+        Computed on demand, and kept until the hazards change: few cohorts are in use.
         """
         if age <= BINS_FROM * 0.5**0.5:
             return self._index_at(cohort, 0)
@@ -146,9 +146,9 @@ class ReuseModel:
             del self._snapshots[1:older:2]
 
     def _at_risk(self, now: float, seen: Ints, returned: Floats) -> Floats:
-        """Return how many votes were seen at each age, not having returned before.
+        """Return how many votes have reached each age without having returned.
 
-        A vote can have been seen at an age only if it entered that long ago.
+        A vote can have reached an age only if it entered that long ago.
         """
         taken_at = np.searchsorted(self._snapshot_times, now - _STARTS * BINS_FROM, side="right")
         taken_at[0] = len(self._snapshots)
@@ -174,7 +174,7 @@ class ReuseModel:
         came_back = returned.sum(axis=1)
         expected = (at_risk * of_kind[kinds]).sum(axis=1)
         labels = self.cohorts.traits
-        for trait in (*self._traits, *self._traits):
+        for trait in (*self._traits, *self._traits):  # twice: each factor shifts the others
             more = np.bincount(trait[seen], came_back, labels) + GUESS_VOTES
             more /= np.bincount(trait[seen], expected * factor[seen], labels) + GUESS_VOTES
             factor *= more[trait]

@@ -57,8 +57,8 @@ class Paths:
     def use(self, chain: list[Key]) -> tuple[int, bool]:
         """Place the blocks of a request that ends.
 
-        Return the cohort of the new ones, and whether some are not resident. A key that the chain
-        has twice counts where it is first.
+        Return the cohort of the new ones, and whether some are not resident. A key that is in the
+        chain twice counts at its first place.
         """
         use = self._walk(chain)
         return self._place_chain(use, len(chain)), use.absent
@@ -165,7 +165,7 @@ class Paths:
     def _meet_ghosts(
         self, chain: list[Key], at: int, end: int, node: Node | None, use: _Use
     ) -> None:
-        """Go through blocks that were not here when the request began: once evicted, or new."""
+        """Walk blocks that were not resident when the request began: once evicted, or new."""
         tree = self._tree
         use.absent = use.absent or node is None
         while at < end:
@@ -234,7 +234,7 @@ class Paths:
         return left
 
     def _supersede(self, node: Node, path: set[Node]) -> int:
-        """Return 1 if an earlier request's last block, which this one left out, hung here."""
+        """Detach an earlier request's last block, if left out here. Return how many: 0 or 1."""
         tree, cohorts = self._tree, self._cohorts
         last = tree.node_of.get(node.last)
         if last is None or last.parent is not node or last in path:

@@ -1,15 +1,15 @@
 """Keeps the blocks most likely to be used again soonest, for the room they take.
 
-Blocks form a prefix tree (``reuse_tree``): a block is useless without its
+Blocks form a prefix tree (``tree``): a block is useless without its
 ancestors, so leaves go first. When a request ends, its path through the tree is
-cut into nodes, and each node is put into a *cohort* (``reuse_cohorts``) by the
+cut into nodes, and each node is put into a *cohort* (``cohorts``) by the
 request's use of it: new blocks that begin, branch off, or continue a conversation;
 blocks used again, and how often, and after which gap; the last block, which
-is rarely full. ``reuse_model`` learns how soon each cohort is used again, and
-``reuse_ghosts`` remembers evicted stretches, so that it learns from misses too.
+is rarely full. ``model`` learns how soon each cohort is used again, and
+``ghosts`` remembers evicted stretches, so that it learns from misses too.
 
-Within a cohort the oldest node goes first. Among the oldest nodes of all
-cohorts it is the one with the lowest Gittins index at its age. So a victim
+Within a cohort the oldest node goes first; among the oldest nodes of all
+cohorts, the one with the lowest Gittins index at its age. So a victim
 costs no search: one lookup in an array of a few hundred cohorts for each node,
 and nodes are stretches of many blocks.
 
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from kvtier.policies.eviction.reuse.tree import Node
 
 LEARN_REQUESTS: Final = 64
-"""The model is recomputed after this many requests, or half as many as it has seen."""
+"""The model is recomputed after this many requests; at first, after half as many as it has seen."""
 
 LEARN_SHARE: Final = 32
-"""Later it is after one request for so many that it has seen: well-known values stay."""
+"""Later, after one request for this many that it has seen: by then its values change little."""
 
 LEARN_REQUESTS_MIN: Final = 8
 
@@ -55,15 +55,15 @@ TICK_WEIGHT: Final = 0.1
 """Weight of the last tick in the mean of requests per tick."""
 
 LOOK_UNITS: Final = 0.25
-"""The index of a cohort's oldest node is computed again after this time at least."""
+"""The index of a cohort's oldest node is computed again after this time at the earliest."""
 
 LOOK_BLOCKS: Final = 512
 """The same without a clock, in admitted blocks: a look costs as much as some dozen of them."""
 
 LOOK_SHARE_MAX: Final = 1 / 16
-"""And not before its age has grown by half the share by which its index exceeds the lowest, or by
-this share at most: an index falls no faster than an age grows. A whole instead of a 16th cost
-half a point of hits on the synthetic trace at 2 %."""
+"""And not before its age has grown by half the share by which its index exceeds the lowest, limited
+to this share: an index falls no faster than an age grows. A limit of 1 instead of 1/16 cost half a
+point of hits on the synthetic trace at 2 %."""
 
 ENDED_MAX: Final = 64
 """Orders kept of requests that ended before all their blocks were stored (as in a slow tier)."""
@@ -302,7 +302,7 @@ class ReusePolicy(EvictionPolicy):
         self._paths.set_now(now)
 
     def _learn(self) -> None:
-        """Recompute the model now and then: with a clock not on a request's time."""
+        """Recompute the model if it is due. With a clock, no request's call does this."""
         if self._requests >= self._learn_at:
             seen = self._requests
             often = min(LEARN_REQUESTS_MAX, max(LEARN_REQUESTS, seen // LEARN_SHARE))
@@ -312,7 +312,7 @@ class ReusePolicy(EvictionPolicy):
     # --- requests that run ---
 
     def _run(self, request: RequestId) -> _Running:
-        """Return the record of a running request. One that never ends must not last for ever."""
+        """Return a running request's record. Ends the oldest after a turnover: it may never end."""
         running = self._running.get(request)
         if running is None:
             oldest = next(iter(self._running), None)
@@ -332,7 +332,7 @@ class ReusePolicy(EvictionPolicy):
     # --- victims ---
 
     def _look(self) -> None:
-        """Note the cohorts whose index has to be computed again, as their oldest node has aged."""
+        """Mark the cohorts whose index is due: their oldest node aged, or the order has changed."""
         changed, due = self._tree.changed, self._due
         if self._follows_lru != self._floor.follows_lru:
             self._follows_lru = self._floor.follows_lru
@@ -375,7 +375,7 @@ class ReusePolicy(EvictionPolicy):
         self._ghosts.remember(head, node.cohort, share, node.lost, node.used)
 
     def _pop_anywhere(self, count: int, exclude: set[Key] | frozenset[Key]) -> list[Key]:
-        """Return up to ``count`` keys that may go, out of order: room matters more than order."""
+        """Remove and return up to ``count`` keys in any order: room matters more than order."""
         tree, held = self._tree, self._held
         gone: list[Key] = []
         nodes = [(n.busy > 0, n.used, -depth(n), at, n) for at, n in enumerate(tree.nodes())]

@@ -10,9 +10,9 @@ at: when its turn comes it is put *aside*, out of its queue, and it goes back to
 the front once its last child has gone and the last request has ended. It was
 the oldest when it left, and all nodes that came since are younger.
 
-The garbage collector has nothing to look through: it tracks neither nodes nor a dict of
-them. So nodes must not refer to one another in a circle. They know their parents only, and
-a queue is a dict by place in place of links.
+The garbage collector has nothing to traverse: it tracks neither nodes nor a dict of them.
+So nodes must not form cycles of references: they refer to their parents only, and a queue is
+a dict by place, not a list of links.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ ASIDE: Final = 0  #: the place of a node that stands in no queue
 FRONT: Final = -1  #: the place of nodes that came back to the front of their queue
 
 SHORT: Final = 32
-"""So many keys stand in a tuple, more in an array, those of a node that is being filled in a
-list. The collector looks through each new tuple once, which takes milliseconds for hundreds of
-long ones; it does not track NumPy's arrays."""
+"""Up to this many keys are kept in a tuple, more in an array, and those of an open node in a list.
+The collector looks through each new tuple once, which takes milliseconds for hundreds of long
+ones; it does not track NumPy's arrays."""
 
 
 class Node(Struct, gc=False, eq=False):
@@ -66,7 +66,7 @@ class Queue(Struct, gc=False, eq=False):
     """The nodes of a cohort, the one that was placed first in front."""
 
     at: dict[int, Node]  #: by place
-    returned: list[Node]  #: those that came back, the latest first to go; some have left again
+    returned: list[Node]  #: those that came back, the latest goes first; some have left again
     first: int = 1  #: no node has a lower place
     newest: int = 0  #: place
 
@@ -196,7 +196,7 @@ class PrefixTree:
             self.come_back(old)
 
     def release(self, node: Node) -> None:
-        """Note that one running request fewer uses ``node``."""
+        """Note that a running request no longer uses ``node``."""
         node.busy -= 1
         self.come_back(node)
 
@@ -253,7 +253,7 @@ class PrefixTree:
     def cut(
         self, node: Node, count: int, held: set[Key], exclude: set[Key] | frozenset[Key]
     ) -> list[Key]:
-        """Remove and return up to ``count`` keys, from the tail on to one that must stay.
+        """Remove and return up to ``count`` keys, from the tail up to one that must stay.
 
         The node may be empty then: the caller must call ``discard_empty``.
         """
@@ -273,7 +273,7 @@ class PrefixTree:
         return gone
 
     def remove(self, keys: Iterable[Key]) -> None:
-        """Remove ``keys`` from whatever nodes they are in."""
+        """Remove ``keys`` from their nodes."""
         node_of = self.node_of
         nodes = {node_of.pop(key, None) for key in keys}
         for node in nodes:
@@ -299,7 +299,7 @@ class PrefixTree:
         node.uses += 1
 
     def begin_time(self, now: float) -> None:
-        """Take all nodes for used now: their times are of another clock."""
+        """Set the last use of all nodes to now: their times are of another clock."""
         for node in self.nodes():
             node.used = now
 
