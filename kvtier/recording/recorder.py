@@ -75,14 +75,14 @@ class Happened(NamedTuple):
 
 
 def check_record(path: str) -> None:
-    """Raise ``ConfigError`` for what ``Recorder`` would refuse, and make nothing.
+    """Raise the ``ConfigError`` that ``Recorder`` would raise for this path, and create nothing.
 
-    Whether another engine writes the file is not looked at.
+    Does not check whether another engine writes the file.
     """
     _compressor(path)
-    folder = os.path.dirname(path) or "."  # noqa: PTH120 - of a text
+    folder = os.path.dirname(path) or "."  # noqa: PTH120 - the path is a str
     try:
-        os.stat(f"{folder}/.")  # noqa: PTH116 - of a text
+        os.stat(f"{folder}/.")  # noqa: PTH116 - a str
         is_there = os.path.lexists(path)
         is_regular = not is_there or stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116
     except OSError as error:
@@ -111,7 +111,7 @@ def _unwritable(path: str, error: OSError) -> ConfigError:
 
 
 class Recorder:
-    """The records of one engine: ``add`` on the scheduler's thread, all else on a thread here."""
+    """Records one engine's requests. ``add`` only queues: a thread encodes and writes."""
 
     def __init__(
         self, path: str, bytes_max: int, *, block_tokens: int, tiers: Sequence[str]
@@ -150,7 +150,7 @@ class Recorder:
         return self._dropped_full + self._dropped_failed
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start the thread that writes."""
         self._thread.start()
 
     def add(self, record: Record | Happened, key_count: int = 0) -> None:
@@ -172,7 +172,7 @@ class Recorder:
         self._stops.set()
 
     def close(self, timeout_s: float) -> None:
-        """Wait until it is written, for ``timeout_s`` at most, as the medium may hang."""
+        """Wait until the queue is written, for ``timeout_s`` at most, as the medium may hang."""
         self.begin_to_close()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -255,7 +255,7 @@ class Recorder:
         try:
             size = os.fstat(descriptor).st_size
             if size and size + len(frame) > self._file_bytes_max:
-                os.replace(self._path, f"{self._path}.1")  # noqa: PTH105 - of a text
+                os.replace(self._path, f"{self._path}.1")  # noqa: PTH105 - a str
                 os.close(descriptor)
                 descriptor = -1
                 descriptor, size = self._open(), 0
@@ -271,7 +271,7 @@ class Recorder:
                 os.close(descriptor)
 
     def _open(self) -> int:
-        """Open the file at the path, which is locked then. Raises ``OSError``."""
+        """Open the file at the path, and lock it. Raises ``OSError``."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         descriptor = os.open(self._path, flags, FILE_MODE)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -286,7 +286,7 @@ class Recorder:
         return descriptor
 
     def _lock_file(self, descriptor: int) -> None:
-        """Lock the file, unless it is the one that is locked. A lock goes with its descriptor."""
+        """Lock the file, unless it is already locked here. Closing its descriptor unlocks it."""
         if self._lock is not None:
             if os.path.sameopenfile(self._lock, descriptor):
                 return
