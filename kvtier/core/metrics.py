@@ -122,7 +122,7 @@ ERROR_RATIO: Final = _gauge(
 )
 INFLIGHT_LIMIT: Final = _gauge(
     "tier_inflight_limit_blocks",
-    "Blocks sent to the tier at once (keys for probes); the rest waits in the engine.",
+    "Most blocks at the tier at once (keys for probes); the rest wait in the engine.",
     "tier",
     "work",
 )
@@ -139,32 +139,32 @@ TierFault: TypeAlias = Literal[
 
 LAST_FAULT: Final = _gauge(
     "tier_last_fault_timestamp_seconds",
-    "When a fault of the tier was last counted, in seconds since the epoch, by its counter.",
+    "Time of the tier's last fault, in seconds since the epoch, by the fault's counter.",
     "tier",
     "fault",
 )
 MISSES: Final = Definition(
     PREFIX + "misses",
     "counter",
-    "Requests by the reason for which their stored prefix ended, and the tier concerned.",
+    "Requests by the reason why their stored prefix ended, and by the tier concerned.",
     ("tier", "reason"),
 )
 RECORDS_DROPPED: Final = Definition(
     PREFIX + "records_dropped",
     "counter",
-    "Requests that are not in the record: its file could not be written, or not fast enough.",
+    "Requests missing from the record: its file could not be written, or not fast enough.",
 )
 WAIT_SECONDS: Final = Definition(
     PREFIX + "request_wait_seconds",
     "histogram",
-    "Time that a request waited for tiers, of those that did, until it went on.",
+    "Time that a request waited for tiers; no sample for a request that did not wait.",
     (),
     _SECONDS,
 )
 ABSENT_SECONDS: Final = Definition(
     PREFIX + "evicted_before_miss_seconds",
     "histogram",
-    "Age of an eviction when a request missed the block; a sample in large engines.",
+    "Time from a block's eviction until a request missed it; sampled in large engines.",
     ("tier",),
     _AGES,
 )

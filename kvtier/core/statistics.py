@@ -40,7 +40,7 @@ class Counts(msgspec.Struct):
 
 def _decision(outcome: str) -> Counter:
     return Counter(
-        "Decisions whether a request loads blocks from tiers or recomputes them, by outcome.",
+        "Decisions to load a request's blocks from tiers or to recompute them, by outcome.",
         name="load_decisions",
         labels=(("outcome", outcome),),
     )
@@ -66,7 +66,7 @@ class PrimaryCounts(Counts):
         ),
     ] = 0
     unknown_completions: Annotated[
-        int, Counter("Loads and stores completed by the engine that never began.")
+        int, Counter("Completions, by the engine, of loads and stores that never began.")
     ] = 0
     policies_replaced: Annotated[
         int, Counter("Eviction policies that raised or named no block; lru took their place.")
@@ -78,26 +78,26 @@ class PrimaryCounts(Counts):
     # A few blocks, to measure how fast a tier is now.
     explorations_decided: Annotated[int, _decision("explore")] = 0
     blocks_recomputed: Annotated[
-        int, Counter("Blocks that tiers have, as far as known, recomputed because that is faster.")
+        int, Counter("Blocks recomputed, though tiers probably have them, because that is faster.")
     ] = 0
     requests_waited: Annotated[
         int,
-        Counter("Requests that waited for slots held by others, as that beats recomputing."),
+        Counter("Requests that waited for slots held by others, because that is faster."),
     ] = 0
     prefill_expected_seconds: Annotated[
         float,
         Counter(
-            "Time that steps which computed prompts were expected to take.",
+            "Expected duration of the steps that computed prompts.",
             name="prefill_expected_seconds",
         ),
     ] = 0.0
     prefill_seconds: Annotated[
-        float, Counter("Time that the same steps took.", name="prefill_seconds")
+        float, Counter("Actual duration of the same steps.", name="prefill_seconds")
     ] = 0.0
     prefill_saved_seconds: Annotated[
         float,
         Counter(
-            "Time that computing the loaded tokens would have taken, by measured speed.",
+            "Time that computing the loaded tokens would have taken, at the measured speed.",
             name="prefill_saved_seconds",
         ),
     ] = 0.0
@@ -191,16 +191,16 @@ class TierCounts(Counts):
         int, Counter("Blocks not loaded because the tier was failing or backlogged.")
     ] = 0
     loads_abandoned: Annotated[
-        int, Counter("Blocks whose load took longer than computing them; requests went on without.")
+        int, Counter("Blocks that requests went on without: loading took longer than computing.")
     ] = 0
     loads_cancelled: Annotated[
-        int, Counter("Blocks whose load was not sent yet when their request ended or went on.")
+        int, Counter("Blocks whose load was not yet sent when their request ended or went on.")
     ] = 0
     load_expected_seconds: Annotated[
-        float, Counter("Time that loads were expected to take, of those that ended.")
+        float, Counter("Expected duration of the loads that have ended.")
     ] = 0.0
     load_taken_seconds: Annotated[
-        float, Counter("Time that the same loads took, from when they were sent.")
+        float, Counter("Actual duration of the same loads, from when they were sent.")
     ] = 0.0
     jobs_timed_out: Annotated[
         int, Counter("Jobs that hung: the tier ended none for too long, or only later ones.")
