@@ -88,7 +88,7 @@ ALERTS: Final = (
     ),
     Alert(
         "KvtierTierCrashes",
-        "{tier} crashes again and again",
+        "{tier} keeps crashing",
         f"increase(kvtier:tier_crashes_total[30m]) >= {CRASHES_MIN}\n",
         "0s",
         "warning",
@@ -97,7 +97,7 @@ ALERTS: Final = (
     # Servers restart and fail over within a few minutes.
     Alert(
         "KvtierServerGone",
-        "{tier} does not reach its server",
+        "{tier} cannot reach its server",
         "kvtier:tier_connection_state > 0\n",
         "5m",
         "warning",
@@ -106,7 +106,7 @@ ALERTS: Final = (
     # The next five: faults that end by themselves within ten minutes need no operator.
     Alert(
         "KvtierStorageFull",
-        "{tier} has no room for {value} of the blocks that it is to store",
+        "{tier} has no room for {value} of the blocks sent to it",
         f"""\
   increase(kvtier:tier_stores_rejected_total[10m])
 / (
@@ -139,7 +139,7 @@ ALERTS: Final = (
     Alert(
         "KvtierTierStalls",
         "{value} of the blocks wanted from {tier} took longer to load than to compute, and "
-        "requests went on without",
+        "requests went on without them",
         f"""\
   increase(kvtier:tier_loads_abandoned_total[10m])
 / increase(vllm:kv_offload_tiering_chunk_hits_total[10m])
@@ -147,7 +147,7 @@ ALERTS: Final = (
 """,
         "10m",
         "warning",
-        "look at the storage, and at what else uses it",
+        "look at the storage, and at its other users",
         f"more than {100 * ABANDONED_SHARE:g} %",
     ),
     Alert(
@@ -169,15 +169,15 @@ ALERTS: Final = (
     ),
     Alert(
         "KvtierBlocksUnauthenticated",
-        "no key of {tier} authenticates some of its blocks; none was served",
+        "some blocks of {tier} match none of its keys; none of these was served",
         'increase({__name__=~"kvtier:.+_unauthenticated_total"}[1h]) > 0\n',
         "0s",
         "warning",
-        "give all engines the same keys; if they have them, check who can write there",
+        "give all engines the same keys; if they have them, check who can write to the storage",
     ),
     Alert(
         "KvtierDefect",
-        "a message handler of kvtier raised, which is a defect",
+        "a message handler of kvtier raised an exception, which is a defect",
         "increase(kvtier:faults_total[1h]) > 0\n",
         "0s",
         "warning",
@@ -185,11 +185,11 @@ ALERTS: Final = (
     ),
     Alert(
         "KvtierRecordsDropped",
-        "requests are missing in the record",
+        "requests are missing from the record",
         "increase(kvtier:records_dropped_total[1h]) > 0\n",
         "0s",
         "info",
-        "see whether the record's file can be written, and fast enough",
+        "check that the record's file can be written, and fast enough",
     ),
     # A day that is not over yet counts less than it will.
     Alert(
@@ -226,7 +226,7 @@ and increase(kvtier:tier_sampled_stores_total[1d]) > {SAMPLED_MIN}
     # fault.
     Alert(
         "KvtierNeverHits",
-        "none of the blocks that were looked up in tiers was hit",
+        "none of the blocks that were looked up in tiers was found",
         f"""\
   sum without (tier) (
     increase(vllm:kv_offload_tiering_chunk_hits_total{{tier!="0:primary"}}[1d])
@@ -258,7 +258,7 @@ and increase(kvtier:tier_loads_wasted_total[1h]) > {WASTED_MIN}
     ),
     Alert(
         "KvtierSlowerThanPrefill",
-        "for {value} of the requests whose blocks tiers have, computing is faster than loading",
+        "for {value} of the requests with blocks in tiers, computing is faster than loading",
         f"""\
   sum without (outcome) (increase(kvtier:load_decisions_total{{outcome=~"recompute|cut"}}[1h]))
 / sum without (outcome) (increase(kvtier:load_decisions_total[1h]))
