@@ -1,1 +1,1 @@
-"""What names a block: all that changes its bytes, or what they mean."""
+"""Identifies blocks: collects all that changes a block's bytes, or their meaning."""

@@ -3,12 +3,12 @@
 vLLM's block hashes contain an adapter's name and path. ``know_adapters`` replaces the path with a
 digest of its files. It does so in the scheduler's process, where requests are hashed, so it applies
 alike to vLLM's own prefix cache, to host memory and to each tier, and to two hosts that have the
-same adapter. The files are read once for each loaded adapter: when the engine is asked to load it,
+same adapter. The files are read once for each loaded adapter: when a client has the engine load it,
 or else with its first request, by the thread that takes in requests.
 
-A worker keeps using the adapter that it has loaded, even if the files change, and reads them again
-after it had to evict it for others. So if an adapter's files have changed since, or can't be read,
-the weights in use are unknown: such a request gets unique hashes, shared with no other request.
+A worker keeps using a loaded adapter even if its files change, and reads them again after it has
+evicted the adapter for another. So if the files have changed since the load, or can't be read, the
+weights in use are unknown: such a request gets unique hashes, shared with no other request.
 A request that runs while an adapter is reloaded in place is computed with both: it is not stored.
 """
 

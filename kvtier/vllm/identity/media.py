@@ -95,8 +95,8 @@ class Media:
     ) -> Collection[bytes]:
         """Return those of a request's blocks whose hashes contain a client's id.
 
-        ``end_of``: the token that each ends at.
-        All from the first such medium on do: a hash also covers the blocks before.
+        These are all from the first such medium on: a hash also covers the blocks before.
+        ``end_of``: the token at which each block ends.
         """
         request = self._live.get(request_id) if self._live else None
         if request is None:

@@ -72,7 +72,7 @@ _ROPE_TYPES_WITHOUT_LIMIT = frozenset({None, "default", "linear", "llama3", "mro
 
 
 def worker_report(vllm_config: Any, pages: Pages | None) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stubs
-    """Return the facts that only a worker sees, as JSON values, and separately its other findings.
+    """Return the facts that only a worker has, as JSON values, and separately what is not a fact.
 
     ``pages``: its KV caches. Raises ``InternalError`` without them. Call it on rank 0 while
     vLLM's current configuration is set (it is while ``get_worker`` runs). Reads samples of

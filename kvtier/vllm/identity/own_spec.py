@@ -1,6 +1,6 @@
 """Computes the namespace of a kvtier tier under vLLM's own ``TieringOffloadingSpec``.
 
-vLLM gives a tier the spec, and the spec an ``OffloadingConfig``: the model's name and no more.
+vLLM gives a tier only the spec, whose ``OffloadingConfig`` has no more of the model than its name.
 Under kvtier's own spec, rank 0 leaves its facts in the shared memory; here there is no place
 for them. But vLLM builds a tier while it builds its connector, which has the whole configuration:
 it is read from the frames of the calling functions. If it is not found there, the tier's blocks

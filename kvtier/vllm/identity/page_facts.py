@@ -155,7 +155,7 @@ def _is_shuffled() -> bool:
 def _states(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stubs
     """Return the facts that decide the order and the rounding of states.
 
-    The layout of a convolution's state is the effective one: the CPU platform turns it if a NIXL
+    The layout of a convolution's state is the effective one: the CPU platform flips it if a NIXL
     connector is configured beside kvtier. The shape of a state does not show which of its sides
     is which.
     """

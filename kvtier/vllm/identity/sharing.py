@@ -37,7 +37,7 @@ def hash_seed_is_random(algorithm: str) -> bool:
 
 
 def apart_if_unknown(config: RuntimeConfig, facts: Mapping[str, Any]) -> RuntimeConfig:
-    """Return the configuration of an engine with these facts, with a name for unknown weights.
+    """Return the configuration, with a unique ``weights_version`` if the weights are unknown.
 
     ``facts``: of the namespace. Warns if a tier outlives this process or is shared.
     """

@@ -1,9 +1,9 @@
 """Identifies a model's weight files by samples: copies agree, and changed weights don't.
 
-To read all of them would take as long as loading the model. Training, and merging an adapter,
-change nearly all numbers of each tensor that they touch, if only a few in a hundred: so each
-tensor of a safetensors file is sampled in several places, and once a mebibyte. Other files count
-as one long tensor. Models of very many tensors are sampled in fewer places each.
+Reading all of them would take as long as loading the model. Training, and merging an adapter,
+change numbers all over each tensor that they touch, though perhaps only a few in a hundred: so each
+tensor of a safetensors file is sampled in several places, at least once a mebibyte. Other files
+count as one long tensor. The tensors of models with very many are sampled in fewer places.
 
 A write into a file in place changes its modification time, which reveals each change. That holds
 on one machine only: copies of one model differ in it (``WeightFiles.local_digest``).
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SAMPLE_BYTES: Final = 4096
 STEP_BYTES: Final = 1 << 20
 SAMPLES_A_TENSOR_MIN: Final = 4
-SAMPLES_MAX: Final = 1 << 17  #: for all files together: half a gigabyte to read
+SAMPLES_MAX: Final = 1 << 17  #: of all files, half a gigabyte; models of more tensors exceed it
 _SAMPLES_A_TURN: Final = 256
 _THREADS: Final = 16  #: remote storage serves this many at once
 _DIGEST_HEX_DIGITS: Final = 32
@@ -152,7 +152,7 @@ def _tensors_of(path: Path, size: int) -> tuple[bytes, Sequence[_Span]]:
 
 
 def _beside(files: Sequence[_File]) -> Iterator[bytes]:
-    """Yield the files that decide how weights are used: indexes, and the model's own code."""
+    """Yield the content of files that decide how weights are used: indexes, and model code."""
     for folder in sorted({file.path.parent for file in files}):
         for name in ("*.index.json", "*.py"):
             for path in sorted(folder.glob(name)):
@@ -160,7 +160,7 @@ def _beside(files: Sequence[_File]) -> Iterator[bytes]:
 
 
 def _places(files: Sequence[_File]) -> list[tuple[int, int, int]]:
-    """Return the samples to read: the file's number, offset and bytes."""
+    """Return the samples to read: the file's number, the offset and the size."""
     each, step = SAMPLES_A_TENSOR_MIN, STEP_BYTES
     spans = [span for file in files for span in file.spans]
     if sum(_count(span.size, each, step) for span in spans) > SAMPLES_MAX:

@@ -8,8 +8,8 @@ bytes hold 16,384 such numbers, so that the odds of seeing none changed are e^-1
 
 Places are many and tensors are few (``PARAMETERS_MAX``), because each tensor costs a few
 microseconds of Python and a place next to nothing. So a change of only a few tensors in a model of
-many is not detected; nor is a change of weights that a platform has packed into an object that is
-not a parameter.
+many may go undetected, and so does a change of weights that a platform has packed into an object
+that is not a parameter.
 
 A parameter is looked up by module and name each time, since an update may replace it. No tensor
 is kept: that would hold the memory of replaced weights.
@@ -37,7 +37,7 @@ class _Sampled(NamedTuple):
 
     module: ref[torch.nn.Module]
     name: str
-    begins: float  #: position of the first place, of 1: the others follow at the same distance
+    begins: float  #: offset of the first place, as a fraction of the distance between two
 
 
 _SAMPLED: Final[WeakKeyDictionary[torch.nn.Module, list[_Sampled]]] = WeakKeyDictionary()
@@ -79,7 +79,7 @@ def _draft_model(worker: Any) -> torch.nn.Module | None:  # noqa: ANN401 - vLLM 
 
 
 def _sample(model: torch.nn.Module, *, moves_experts: bool) -> bytes:
-    """``moves_experts``: vLLM balances load by moving experts, whose weights stay unchanged."""
+    """Return samples of a model's weights. ``moves_experts``: without experts: vLLM moves them."""
     sampled = _SAMPLED.get(model)
     if sampled is None or not all(map(_is_there, sampled)):
         sampled = _SAMPLED[model] = _choose(model, moves_experts=moves_experts)

@@ -1,8 +1,8 @@
 """Detects weight changes in a running engine, whether or not the connector is reset for them.
 
-A trainer pushes weights into an engine, and KV data of the old ones must not be found any more.
-vLLM leaves it to the trainer to reset its caches, and few reset the connector, or in the right
-order. So a change is *heard* if it passes a method of vLLM's engine core; otherwise it is
+When a trainer pushes weights into an engine, KV data of the old ones must not be used any more.
+vLLM leaves it to the trainer to reset its caches, and few trainers reset the connector, or in the
+right order. So a change is *heard* if it passes a method of vLLM's engine core; otherwise it is
 *found*, by samples of the weights (``identity/weight_sample.py``). Either way the connector is
 reset before the next step is scheduled, and a generation begins that no other engine is in.
 
@@ -12,14 +12,14 @@ Rules:
   update, a reset before them and a version after them are one change. Nothing is looked up or
   stored in between, because the engine's core is one thread. This also ensures that vLLM's
   connector is not reset twice between two steps, which it treats as an error.
-- A method that writes weights is a change, whatever the samples show. A method that can't write
-  is not. For all others (functions, methods of worker extensions) the samples decide: most are
-  getters, and each call would cost an engine its cache. A name about weights counts as writing.
+- A call that writes weights is a change, whatever the samples show. A call that can't write is
+  not. For all others (functions, methods of worker extensions) the samples decide: most are
+  getters, and a reset at each would cost the cache. A method named after weights counts as writing.
 - Samples are compared after a reset of any kind, after such a call, and when a request arrives at
   an engine that has none; not at each step, because they cost up to a millisecond.
 - A new generation has a name if ``set_weight_version`` gives one. Its mark is made from the name
   and the samples: "3" of one run and "3" of another differ, and engines that were given the same
-  weights under the same name share. Without samples it has none.
+  weights under the same name share. Without samples it has no name.
 - Weights that cannot be read (no samples) count as changed after a reset of any kind.
 - Nothing here raises into the engine. A failed decision is tried again before the next step.
 """
@@ -68,7 +68,7 @@ _WRITE_WEIGHTS: Final = frozenset(
 """Methods of vLLM's workers that may change weights although their names don't show it."""
 
 _WORDS: Final = ("weight", "param", "state_dict", "load")
-"""A method with one of these in its name writes, whatever class it is of: ``update_weights``,
+"""A method with one of these in its name counts as writing, in any class: ``update_weights``,
 ``reload_weights``, ``finish_weight_update``, ``load_checkpoint``, ``update_named_param``."""
 
 _DISCARDS_WEIGHTS: Final = 2
@@ -90,7 +90,7 @@ class Update(NamedTuple):
     """A change of weights, for the objects that keep KV data."""
 
     is_certain: bool = True
-    name: str = ""  #: the engine's given name for the new weights
+    name: str = ""  #: of the new weights, if the engine was given one
     sample: str = ""  #: of the new weights; empty: they can't be read
     is_first: bool = False  #: they replace random ones, with which nothing was computed
 
@@ -105,13 +105,13 @@ class Update(NamedTuple):
 
 
 class EngineWeights:
-    """State of one engine's weights. The thread of its core.
+    """State of one engine's weights. Used on the thread of its core only.
 
     ``update``: the change for which the connector is being reset; None in every other reset.
     """
 
     def __init__(self, engine: EngineCore | None, worker_facts: Mapping[str, Any]) -> None:
-        """``engine``: None if a manager is not a vLLM engine's. Then nothing is detected."""
+        """``engine``: None if a manager belongs to no vLLM engine: then nothing is detected."""
         self.update: Update | None = None
         self.is_due = False  # a decision is due before the next step
         self.has_computed = False  # since vLLM's own prefix cache was empty
@@ -126,7 +126,7 @@ class EngineWeights:
         self._has_stepped = False  # since the connector was reset
         self._has_failed = False
         self._sample: bytes | None = None
-        with suppress(Exception):  # whatever it raises, a start continues without
+        with suppress(Exception):  # the engine starts without a sample
             self._sample = self._look()
 
     def add(
@@ -134,8 +134,8 @@ class EngineWeights:
     ) -> Callable[[], None]:
         """Register an object that keeps KV data. Return its function that begins a generation.
 
-        ``reset_cache`` is a method, which vLLM's connector calls in a reset, or this class does.
-        ``reset``: that of its facade, with the configuration ``config``.
+        ``reset_cache``: its method that vLLM's connector, or this class, calls in a reset.
+        ``reset``: its facade's method. ``config``: the facade's configuration.
         """
         self._listeners.append(WeakMethod(reset_cache))
         return partial(self._begin_generation, reset, config)
@@ -251,7 +251,7 @@ class EngineWeights:
 def _may_look(engine: EngineCore) -> bool:
     """Return whether all workers can be queried between two steps, without delay."""
     executor, ranks = engine.model_executor, engine.vllm_config.parallel_config
-    # Then each rank has its own scheduler, and all must decide alike from their own data.
+    # Each rank then has its own scheduler: each would decide by its own samples, and not alike.
     is_one_of_several = (
         ranks.distributed_executor_backend == "external_launcher" and ranks.world_size > 1
     )
@@ -278,7 +278,7 @@ def weights_here(worker_facts: Mapping[str, Any]) -> EngineWeights:
 
 
 def _engine_here() -> EngineCore | None:
-    """Return the engine whose ``__init__`` leads here: it has its workers, and their weights."""
+    """Return the engine whose ``__init__`` leads here: its workers have their weights already."""
     for frame in callers():
         found = frame.f_locals.get("self")
         if isinstance(found, EngineCore):
@@ -303,7 +303,7 @@ def _deciding_before(real: Callable[[Any], Any]) -> Callable[[Any], Any]:
         weights: EngineWeights | None = getattr(engine, "kvtier_weights", None)
         if weights is None:
             return real(engine)
-        # Without a request nothing is computed or looked up, and the weights may be elsewhere.
+        # Without a request nothing is computed or looked up, and the weights may be off the GPU.
         if weights.is_due and engine.scheduler.has_unfinished_requests():
             weights.before_step()
         stepped = real(engine)

@@ -38,7 +38,7 @@ def source_of(model: Any) -> str:  # noqa: ANN401 - vLLM has no stubs
 
 
 def weights_of(model: Any, load: Any) -> Weights:  # noqa: ANN401 - vLLM has no stubs
-    """Return the weights of one model configuration, found as the load configuration defines.
+    """Return the weights of one model configuration, as the load configuration finds them.
 
     Reads a small part of the model's files. ``facts`` have ``unknown``, a reason, if nothing
     distinguishes these weights from others.
@@ -90,7 +90,7 @@ def _why_not_vllms(load: Any) -> str | None:  # noqa: ANN401 - vLLM has no stubs
     """Return why a plugin's loader, which may have the name of one of vLLM's, isn't trusted."""
     try:
         loader = type(get_model_loader(load))
-    except Exception:  # noqa: BLE001 - whatever it raises, the engine meets it in a moment
+    except Exception:  # noqa: BLE001 - the engine raises the same when it loads the model
         return None
     if loader.__module__.partition(".")[0] == "vllm":
         return None
@@ -99,7 +99,7 @@ def _why_not_vllms(load: Any) -> str | None:  # noqa: ANN401 - vLLM has no stubs
 
 
 def why_unknown(facts: Mapping[str, Any]) -> str | None:
-    """Return why the weights of an engine with these worker's facts are unknown; None: known."""
+    """Return why an engine's weights are unknown; None: they are known. ``facts``: its worker's."""
     draft = facts.get("draft_model")
     models = [facts.get("model"), draft.get("model") if isinstance(draft, dict) else None]
     weights = [model.get("weights", {}) for model in models if isinstance(model, dict)]
@@ -118,7 +118,7 @@ def _in_files(path: Path) -> Weights:
 
 
 def _commit_of(model: Any) -> str | None:  # noqa: ANN401 - as above
-    """Return the hub's name of a model's content."""
+    """Return the commit of a model on the hub; None if its full hash is not known."""
     for name in (getattr(model.hf_config, "_commit_hash", None), model.revision):
         if isinstance(name, str) and _COMMIT.fullmatch(name):
             return name
