@@ -1,1 +1,1 @@
-"""The host memory that workers and scheduler share, and what lies where in it."""
+"""The host memory that workers and scheduler share, and its layout."""

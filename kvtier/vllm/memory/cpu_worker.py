@@ -2,9 +2,9 @@
 
 vLLM's own worker needs a GPU's copy engine. Here both sides are host memory,
 so a transfer is a few vectorised NumPy assignments, done inside ``submit_*``.
-That keeps the ordering rules for free: the connector submits stores and loads
-before the forward pass of a step, so a store has read its blocks before
-anything may overwrite them, and a load is complete before attention reads it.
+So order needs no extra work: the connector submits stores and loads before the
+forward pass of a step. A store has read its blocks before anything may
+overwrite them, and a load is complete before attention reads it.
 
 ``memory/pages.py`` defines where bytes lie.
 """
@@ -48,7 +48,7 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class _Route:
-    """One strip of pages: the same pieces of memory, seen from both sides."""
+    """One strip of pages: corresponding pieces of the engine's and of the host's memory."""
 
     engine: NDArray[Any]  #: (num_blocks, fragments)
     host: NDArray[Any]  #: (slot_count, blocks_per_chunk, fragments)

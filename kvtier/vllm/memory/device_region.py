@@ -50,7 +50,7 @@ class DeviceRegion:
         whole.release()
         self._path: Path | None = region_path(engine_id)
         opened = self.fileno()
-        # vLLM keeps the file open. If it ever doesn't, use the name, which was right a moment ago.
+        # vLLM keeps the file open. If a release doesn't, the name led to this file a moment ago.
         self._identity = self._path.lstat() if opened is None else os.fstat(opened)
 
     @property

@@ -1,8 +1,8 @@
 """Reads the kind of a model's KV-cache groups: how far each looks back, and which are a draft's.
 
 The connector gets this, but the manager behind it does not. A group's kind can't be inferred from
-vLLM's lookups: a window of one block is looked up like the head of a prompt. So the configuration
-that vLLM's connector derives from its own is kept (``workarounds/connector_hooks.py``).
+vLLM's lookups: a window of one block is looked up like the head of a prompt. So kvtier keeps the
+configuration that the connector derives from vLLM's (``workarounds/connector_hooks.py``).
 """
 
 from __future__ import annotations

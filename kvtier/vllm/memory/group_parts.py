@@ -8,7 +8,7 @@ the largest group. A smaller group's block uses a part of it:
 
 With several tensors (``LBNHC`` and the like) a worker copies a group's own pages. If all layers of
 a block lie side by side (``BLHNC``; DeepSeek-V4), vLLM has it copy the whole block of the GPU for
-every group, including bytes that other requests left behind the group's layers. Those are cut here.
+every group, including what other requests left behind the group's layers: that is cut off here.
 
 The bytes of a row that no block of a group fills are that group's *rest*. The layout of rows stays
 as it is, so blocks mean the same to every release of kvtier, and to vLLM's own folder: a rest is
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvtier.vllm.memory.pages import Pages
 
 PIECES_MAX: Final = 2000
-"""Limit per rank: with more pieces, rows go to tiers as they are. Real models have some hundred."""
+"""Limit per rank: with more pieces, rows go to tiers as they are. Real models have hundreds."""
 
 _Ranges: TypeAlias = list[tuple[int, int]]
 """Begin and end of each range, in bytes, sorted."""
@@ -42,7 +42,7 @@ _Ranges: TypeAlias = list[tuple[int, int]]
 def own_pages_only(kv_caches: CanonicalKVCaches, pages: Pages | None) -> CanonicalKVCaches:
     """Return the KV caches with each group's part of a packed block, if vLLM copies all of it.
 
-    If that is uncertain they are unchanged: each layer's tensor must lie within the part.
+    A group keeps the whole block if it is uncertain where one of its layers' tensors lies.
     """
     if pages is None or len(kv_caches.tensors) != 1 or len(kv_caches.group_data_refs) == 1:
         return kv_caches

@@ -11,8 +11,8 @@ the first ``ref.page_size_bytes``. In the canonical layout the row has one part
 that all ranks share, and a page is cut into fragments that each rank puts
 where a single rank would have them.
 
-Every view has a dtype as long as one contiguous copy, so that NumPy moves
-whole pages; NumPy also checks it against the end of its buffer.
+Each view's dtype is as long as one contiguous copy: so NumPy moves whole pages,
+and checks the view against the end of its buffer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Pages(NamedTuple):
 
     config: KVCacheConfig
     groups: Sequence[int]  #: the offloaded ones
-    caches: Mapping[str, Any] = {}  #: tensors by layer; none if only the scheduler is known
+    caches: Mapping[str, Any] = {}  #: tensors by layer; none in a scheduler, which lacks them
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ that share ``/dev/shm``; process ids do not.) vLLM's own regions, on platforms w
 a device, are removed too: there a lease serves the purpose that a lock has here.
 
 Rule for opening: lock, then check whether the name still leads to the locked
-file. A sweep may have removed it as a dead engine's in between; then restart.
+file. A sweep may have removed the file in between, as a dead engine's: then retry.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class HostRegion:
     """One process's mapping of the region. ``rank`` is None in the scheduler.
 
     Built once a process, on the thread that starts the engine. Raises ``ConfigError``
-    if the memory is not available, or others with the same engine_id want another
-    shape; ``InternalError`` if they do not come up within ``timeout_s``.
+    if the memory is not available, or another process with this engine_id uses the
+    rank or needs another size; ``InternalError`` if the file is not ready within ``timeout_s``.
     """
 
     def __init__(  # noqa: PLR0913 - the shape of the memory and its place
@@ -253,8 +253,8 @@ class HostRegion:
 def sweep(folder: str = SHARED_MEMORY_FOLDER) -> list[Path]:
     """Remove the regions of engines that died while they started, and log it; return their paths.
 
-    kvtier's own and vLLM's, of this user. A region is left if it may be in use, or if the kernel
-    can't tell; so are vLLM's empty files, which may be in creation.
+    These are kvtier's and vLLM's, of this user. A region stays if it may be in use, or if the
+    kernel can't tell; so do vLLM's empty files, which may be in creation.
     """
     removed: dict[Path, int] = {}
     for path in sorted(each for pattern in _PATTERNS for each in Path(folder).glob(pattern)):

@@ -23,7 +23,7 @@ from kvtier.errors import ConfigError, InternalError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-HEADER_BYTES = 256 * 1024  #: room for the names of some thousand layers
+HEADER_BYTES = 256 * 1024  #: room for the names of a few thousand layers
 RANKS_MAX = 4096
 
 _MAGIC = b"kvtier\x00\x01"
@@ -37,9 +37,9 @@ DOCUMENT_BYTES_MAX = HEADER_BYTES - _DOCUMENT_AT
 
 
 class RegionHeader:
-    """Reads and writes the header in ``view``, which is shared by all processes.
+    """Reads and writes the header in ``view``, which is shared by all processes. Any thread.
 
-    Not bound to a thread; each flag and the document have one writer.
+    Each flag, each part and the document have one writer.
     """
 
     def __init__(self, view: memoryview, world_size: int) -> None:

@@ -1,9 +1,9 @@
-"""Tracks the worker that vLLM keeps in this process, if one process is a whole engine.
+"""Tracks the worker that vLLM keeps in this process, if the whole engine runs in one process.
 
 That is so in a notebook with ``VLLM_ENABLE_V1_MULTIPROCESSING=0``. vLLM keeps one KV connector for
 the workers of a process, for the engine that requested it first, and creates no second one while it
-exists. If an engine was refused by its scheduler, it stays, and keeps its memory mapped: the next
-engine of that process would find no worker of its own, even after the configuration was fixed.
+exists. If the scheduler refuses an engine, the connector stays, and keeps its memory mapped: the
+process's next engine would find no worker of its own, even after the configuration was fixed.
 """
 
 from __future__ import annotations
