@@ -1,1 +1,1 @@
-"""What vLLM's scheduler asks, answered by kvtier's facade."""
+"""Implements vLLM's interfaces on the scheduler's side with kvtier's facade."""

@@ -38,7 +38,7 @@ class GroupLookups:
         self._of[request] = GroupLookup(self._groups, end_of)
 
     def look_up(self, key: bytes, request: RequestState, end_of: dict[bytes, int]) -> BlockState:
-        """Return where the block is."""
+        """Look up a block; return its state."""
         if end_of.get(key, 1) % self._groups.chunk_tokens.get(key[-GROUP_BYTES:], 1):
             return self._facade.lookup_state(key, request.name)  # a partial tail: one a group
         state = self._facade.survey(key, request.name)

@@ -47,9 +47,9 @@ class TokenOrder:
         self._told_end = 0  # tokens
 
     def untold(self, end_of: dict[bytes, int]) -> RequestOrder | None:
-        """Return the new keys: those behind the ones reported, by token; None: there are none.
+        """Return the keys not reported yet, by token, and count them as reported; None: no keys.
 
-        Returns all keys if some new ones come before one that was reported.
+        Returns all keys if a new one comes before one that was reported.
         """
         first = self._told_count
         new = len(end_of) - first
@@ -138,10 +138,10 @@ class Groups:
         return cls(chunk_tokens, group_kinds(spec), blocks)
 
     def cuts(self, keys: Sequence[bytes], end_of: Mapping[bytes, int]) -> list[int]:
-        """Return the numbers of first ``keys``, in token order, usable without those behind them.
+        """Return each number of first ``keys``, in token order, that is usable without the rest.
 
-        All keys together always are. Fewer are if no key behind them ends at the same token, and
-        every group has what it needs before that: back to the offer's start, or all of a window.
+        All keys together always are. Fewer are if no later key ends at the same token, and every
+        group has what it needs before that token: back to the offer's start, or a whole window.
         """
         runs = self._runs(keys, end_of)
         ends = [end_of.get(key, _NO_END) for key in keys]
@@ -214,14 +214,14 @@ class GroupLookup:
         return BlockState.FILLING in self._states and BlockState.PROBING not in self._states
 
     def wanted(self) -> list[GroupKeys]:
-        """Return the keys to reserve a prefix of."""
+        """Return the keys to reserve a prefix of, by group; empty if nothing can be loaded."""
         keys: dict[bytes, list[tuple[int, bytes]]] = {}
         for key, end in self.end_of.items():
             group = key[-GROUP_BYTES:]
             if end % self._groups.chunk_tokens.get(group, 1) == 0:  # not a partial tail
                 keys.setdefault(group, []).append((end, key))
         if keys.keys() - self._asked.keys():
-            return []  # vLLM did not get to look up all groups: it loads nothing
+            return []  # vLLM has not looked up all groups: it loads nothing
         start = self.start()
         return [self._group(group, sorted(each), start) for group, each in keys.items()]
 

@@ -1,7 +1,7 @@
 """Reasons for an idle engine to keep stepping.
 
-Events; tiers whose state changed; deferred stores: time advances for a tier only in steps, so
-without them no block would be offered to it again before the next request.
+These are events, tiers whose state changed, and deferred stores: time advances for a tier only in
+steps, so without them no block would be offered to it again before the next request.
 """
 
 from __future__ import annotations

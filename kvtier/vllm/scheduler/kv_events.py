@@ -1,4 +1,4 @@
-"""Translates the facade's event stream into vLLM's KV events, so that routers' indexes stay true.
+"""Translates the facade's event stream into vLLM's KV events: routers' indexes must stay correct.
 
 vLLM's connector turns the events returned here into ``BlockStored`` and
 ``BlockRemoved``. With ``self_describing_kv_events`` it adds tokens and parents,
@@ -8,8 +8,8 @@ it (``OffloadingEventsTracker`` in
 forgets them with the last place that a block was announced in. Routers drop
 events without tokens. So this module does the following:
 
-- Blocks that vLLM can't describe wait until it can: those that a tier found
-  after a restart wait until a request first looks them up, heads before tails.
+- Blocks that vLLM can't describe wait until it can: those that a tier has from
+  before a restart wait until a request first looks them up, heads before tails.
 - Each removal is announced as long as vLLM can still name all hashes of a block.
 - Blocks lost by a reset or a tier's end are announced one by one. vLLM
   publishes ``AllBlocksCleared`` only if no request uses the GPU at that moment.
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 _NOTHING: Final = object()
 
 AT_ONCE: Final = 512
-"""At most this many blocks are announced a step as gone, or as found again. vLLM's tracker and the
-rest take 5 to 10 us for each: with the GIL lent to a tier's thread once, a step is below 10 ms."""
+"""At most this many blocks a step are announced as gone, or as found again. vLLM's tracker and the
+rest take 5 to 10 us for each: if a tier's thread takes the GIL once, a step is below 10 ms."""
 
 CHEAP_HASHES: Final = 4
 """A block of more hashes than this counts for proportionally more blocks."""
@@ -72,7 +72,7 @@ class Place(NamedTuple):
 
 
 class _Contents:
-    """The blocks of one tier, by whether routers know of them."""
+    """The blocks of one tier, by whether they were announced to routers."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -94,7 +94,7 @@ class KVEvents:
     def __init__(
         self, tiers: Sequence[Place], *, self_describing: bool, hashes_a_block: int = 1
     ) -> None:
-        """``hashes_a_block``: how many of vLLM's blocks a block has; vLLM names each of them."""
+        """``hashes_a_block``: how many of vLLM's blocks, each with a hash, are in a block."""
         self._at_once = max(1, AT_ONCE * CHEAP_HASHES // max(CHEAP_HASHES, hashes_a_block))
         primary = Place(Medium.CPU, None, None, lambda: True)
         self._places = {

@@ -1,6 +1,6 @@
 """Implements vLLM's ``OffloadingManager`` with kvtier's facade.
 
-Every method of the interface, in each release that kvtier runs in (``kvtier/vllm/releases.py``).
+It has all methods of the interface, of each supported release (``kvtier/vllm/releases.py``).
 All of them run on vLLM's scheduler thread; tiers work on threads of their own and never enter here,
 so the lock that vLLM may want is an empty one.
 """
@@ -95,7 +95,7 @@ SPIN_YIELD_S: Final = 0.0005
 class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stubs
     """One engine's manager. Scheduler thread only."""
 
-    # Slots: of so many attributes in a dict, each would take longer to find.
+    # Slots: among so many attributes in a dict, each would take longer to find.
     __slots__ = (
         "_ahead",
         "_ahead_of",
@@ -136,7 +136,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     )
 
     _ahead_of: ReqContext | None  # whose keys were looked up ahead in this step
-    _sources_of: ReqContext | None  # whose sources were asked for
+    _sources_of: ReqContext | None  # whose load sources were looked up in this step
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         # stage. Twice that, and one more, is on the safe side.
         self._flush_steps = 2 * max(2, int(spec.config.parallel.pp_size)) + 1
         self._flush_steps_left, self._last_step = 0, 0.0
-        # Found in this step: one request's lookup results, sources of one's blocks.
+        # Found in this step: one request's lookup results, and the sources of one's blocks.
         self._ahead: dict[bytes, LookupResult] = {}
         self._sources: Mapping[bytes, int] = {}
         self._loading: list[str] = []  # requests that began a load in this step
@@ -212,7 +212,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         if params and self.facade.has_request_scoped_tiers:
             name, packed, peer = req_context.req_id, packed_params(params), peer_of(params)
             self.facade.on_request_started(name, tiers=tiers, params=packed, peer=peer)
-            return _WHOLE  # a tier may want all of it, and reports that too late for vLLM
+            return _WHOLE  # a tier may want all of it, and reports that only after this call
         self.facade.on_request_started(req_context.req_id, tiers=tiers)
         return self._context
 
@@ -286,7 +286,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             self._ahead.update(_results(rest, states))
 
     def _refusal(self, state: RequestState) -> LookupResult | None:
-        """Return the result of all lookups of a request that may not load in this step."""
+        """Return the result of a request's lookups if it may not load in this step, else None."""
         if not self.requests.may_load(state):
             return LookupResult.MISS
         return None if self._resumed.may_load(state.runs) else LookupResult.RETRY
@@ -296,13 +296,13 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._resumed.on_wait(self.requests.of(request).runs)
 
     def on_request_ends(self, request: Any) -> dict[str, Any] | None:  # noqa: ANN401 - vLLM's
-        """Note that vLLM returns a request's last token; return what its response is to carry."""
+        """Note that vLLM returns a request's last token; return a report for its response."""
         if self.requests.complete(request.request_id):  # no other step need follow
             self._watch.safely("metrics", self._metrics.report_at_once)
         return self._watch.safely("reports", self._reports.at_end, request)
 
     def _lookup_in_groups(self, key: bytes, req_context: ReqContext) -> LookupResult:
-        """Return where the block is. Promotions are decided when vLLM has looked up all keys."""
+        """Look up one key. Promotions are decided when vLLM has looked up all of a request's."""
         state, end_of = self.requests.of(req_context.req_id), positions_of(req_context)
         if state not in self._group_lookups:
             refusal = self._refusal(state)
@@ -433,14 +433,14 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def _note_decided(self, requests: Iterable[str]) -> None:
         """End the reservations of requests that run now. Waiting requests keep theirs.
 
-        Another connector brought the blocks that they have not loaded by now, or they compute them.
+        Blocks not loaded by now were loaded by another connector, or are computed.
         """
         decided = self.requests.pop_decided(requests)
         if decided and (self._tiers or self._several_groups):  # else nothing is ever reserved
             self.facade.on_requests_scheduled(decided)
 
     def _reset_step(self) -> None:
-        """Forget what was found, and begun, in this step."""
+        """Forget lookup results, load sources and begun loads of this step."""
         self._ahead_of = self._sources_of = None
         self._loading.clear()
 
@@ -464,13 +464,11 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def has_pending_work(self) -> bool:
-        # An engine without requests steps once for this, and so reports its first statistics:
-        # all counters exist, at 0, before any of them counts anything.
-        self._steps.on_idle(time.monotonic(), 0)  # vLLM asks when it has no request left
+        self._steps.on_idle(time.monotonic(), 0)  # vLLM calls this when it has no request left
         if ENDING.has_lasted(0.0):
             self.facade.begin_to_end()
         return not ENDING.has_lasted(self._close_timeout_s) and (
-            self._is_idle
+            self._is_idle  # a first step reports all counters, at 0, before any event
             or self._flush_steps_left > 0
             or self._kv_events.is_behind()
             or self.facade.has_pending_work()

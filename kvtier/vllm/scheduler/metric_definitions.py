@@ -40,7 +40,7 @@ VLLM_TIER_COUNTERS: Final[Mapping[str, str]] = {
     TieringOffloadingMetrics.PROMOTION_JOB_FAILURES: "promotion_jobs_failed",
     TieringOffloadingMetrics.CASCADE_JOB_FAILURES: "cascade_jobs_failed",
 }
-"""Counts of one tier that vLLM has a name for, by that name."""
+"""Counts of one tier that vLLM has a metric for, by the metric's name."""
 
 
 def metric_definitions(tiers: Iterable[Mapping[str, Any]]) -> dict[str, OffloadingMetricMetadata]:
@@ -58,7 +58,7 @@ def tier_metric_definitions(
         try:
             definitions |= backend_definitions(str(kind), backend_class(str(kind)).metrics)
         except ConfigError:
-            continue  # building it will be refused, by its name
+            continue  # the start will refuse the tier, by its name
     return _for_vllm(definitions)
 
 
@@ -89,5 +89,5 @@ def _unregister_own_metrics() -> None:
         for collector in list(REGISTRY._collector_to_names):  # noqa: SLF001 - as vLLM does
             if getattr(collector, "_name", "").startswith(PREFIX):
                 REGISTRY.unregister(collector)
-    except Exception:  # noqa: BLE001 - another version's registry may be another
+    except Exception:  # noqa: BLE001 - another version's registry may differ
         log.error("metrics of an earlier engine in this process stay registered", exc_info=True)

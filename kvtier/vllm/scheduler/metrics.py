@@ -94,7 +94,7 @@ _PRIMARY_COUNTERS: Final = (
     Series(TieringOffloadingMetrics.CHUNK_HITS, _PRIMARY_LABEL, "hits"),
 )
 _STORES_SKIPPED: Final = Series(CPUOffloadingMetrics.STORES_SKIPPED, (), "stores_skipped")
-"""Only with a ``store_threshold``, as in vLLM."""
+"""Reported only with a ``store_threshold``, as in vLLM."""
 
 
 def _tier_counters(tier: str) -> list[Series]:
@@ -137,7 +137,7 @@ class _Counters(Generic[C]):
 
     @classmethod
     def of_mapping(cls, counters: Sequence[Series]) -> _Counters[Mapping[str, int]]:
-        """Return an instance that reports counts in a mapping; what it leaves out is 0."""
+        """Return an instance that reports counts in a mapping; a missing one is 0."""
         series = ((each.metric, each.label) for each in counters)
         names = [each.attribute for each in counters]
         return _Counters(series, lambda now: tuple(now.get(name, 0) for name in names))
@@ -285,7 +285,7 @@ class TierExporter:
 class MetricsExporter:
     """Turns the changes since the last call into vLLM's statistics.
 
-    Called in each step of the engine, so unchanged values cost next to nothing.
+    Called in each step of the engine, so unchanged values must cost next to nothing.
     The first sample has every counter, at 0: a rate or an alert that only sees a
     series from its first event on misses that event.
     """
@@ -327,7 +327,7 @@ class MetricsExporter:
         self._next_at = -math.inf  # while requests run, there is no report before this time
 
     def count_records(self, dropped: Callable[[], int]) -> None:
-        """Report, of an engine that records its requests, how many records were dropped."""
+        """Report how many records were dropped, too, for an engine that records its requests."""
         self._records_dropped = dropped
 
     def report_at_once(self) -> None:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 WINDOW: Final = 4
 REST: Final = 12
-"""Where nothing is decided by the engine's speed, so many steps that compute prompts are reported,
-then none until requests have begun in so many: to learn from a step takes as long as several
+"""If the engine's speed decides nothing, ``WINDOW`` steps that compute prompts are reported, then
+none until requests have begun in ``REST`` steps: learning from a step takes as long as several
 lookups."""
 
 
@@ -48,7 +48,7 @@ class Prompt:
 
 
 class PrefillSteps:
-    """Adds up the tokens one engine computes, step by step. ``tell``: the facade's method."""
+    """Adds up the tokens one engine computes, step by step, and reports them to the facade."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class PrefillSteps:
         is_decided_by: bool,
         offers_first: bool,
     ) -> None:
-        """``chunk_tokens``: the tokens that a key covers, if there is one KV-cache group.
+        """``chunk_tokens``: what a key covers, with one KV-cache group. ``tell``: gets each report.
 
         ``is_decided_by``: whether the engine's speed decides what is loaded.
         ``offers_first``: whether vLLM offers a step's chunks before it calls ``on_schedule_end``.
         """
         self._reports_all = is_decided_by
-        #: whether the end of this step is to be noted: one of the last may have computed a prompt
+        #: whether to call ``on_step_end``: one of the last steps may have computed a prompt
         self.is_awake = True
         self._reported = 0  # steps that computed prompts, since the last rest
         self._rest = 0  # steps with new requests until one is reported
@@ -75,13 +75,13 @@ class PrefillSteps:
         self._loading = 0  # prompts
         self._tokens = self._attention = 0  # of this step
         self._quiet = LAG_MAX  # steps in a row that computed no prompt
-        self._began = 0.0  # the step before ended
-        self._busy_until: float | None = None  # since then there is nothing to compute
+        self._began = 0.0  # when the previous step ended
+        self._busy_until: float | None = None  # since when there is nothing to compute
         self._was_busy = False
 
     @classmethod
     def of(cls, facade: SchedulerFacade, chunk_tokens: int) -> PrefillSteps:
-        """Return an instance that reports to this facade what the installed vLLM offers."""
+        """Return an instance that reports to this facade, for the installed vLLM."""
         return cls(
             chunk_tokens,
             facade.on_step_computed,
@@ -119,7 +119,7 @@ class PrefillSteps:
         return before, prompt.computed
 
     def on_loaded(self, prompt: Prompt) -> None:
-        """Note that the GPU has read them, or that the request is over."""
+        """Note that a request's load has ended, or the request."""
         self._loading -= prompt.is_loading
         prompt.is_loading = False
 
@@ -180,5 +180,5 @@ class PrefillSteps:
 
 
 def _last(keys: Collection[bytes]) -> bytes:
-    """Return the last one. vLLM gives lists: anything else takes longer."""
+    """Return the last key. vLLM passes lists: other collections take longer."""
     return keys[-1] if isinstance(keys, Sequence) else list(keys)[-1]

@@ -1,7 +1,7 @@
 """Reports what tiers have done for one request: in the log at debug, and in its response.
 
 A client that sends ``"kv_transfer_params": {"kvtier_report": true}`` finds the report in the same
-place of the response. Nobody else does: other connectors use that place, too.
+place of the response. Other clients get none: other connectors use that place, too.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Keeps what is known of the engine's requests: one object for each, made and ended here.
+"""Keeps the state of the engine's requests: one object for each.
 
-It is made once something is to be known: many requests are announced, and load and store nothing.
+It is created on first use: many requests are announced, and then load and store nothing.
 
 KV data computed with several weights belongs to none of them. So a request stores nothing if it
 ran while weights or its LoRA adapter were replaced, or if it begins with KV data of older weights
 from vLLM's own prefix cache. A request that waits again, without a block on the GPU, may store:
 all of it is recomputed.
 
-A request is *undecided* from its first lookup on until it runs, or loads: what was reserved for it
-ends with that decision.
+A request is *undecided* from its first lookup on until it runs, or loads. Its reservations end
+with that decision.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RequestState:
-    """One request, from its announcement to its end."""
+    """State of one request, until its end."""
 
     __slots__ = ("chains", "is_mixed", "name", "order", "prompt", "runs", "was_refused")
 
@@ -37,9 +37,9 @@ class RequestState:
         self.is_mixed = False  #: computed with several weights
         self.was_refused = False  #: its prefix had no room in the last step
         self.order = TokenOrder(chunk_tokens)  #: of its keys, as far as it was reported
-        self.chains = Chains()  #: which of its blocks is before which
-        self.prompt = Prompt()  #: how much of it is computed
-        self.runs = Runs()  #: in which steps it has run, or waited
+        self.chains = Chains()  #: the block before each of its blocks
+        self.prompt = Prompt()  #: how much of the prompt is computed
+        self.runs = Runs()  #: the steps in which it ran, or waited
 
     def refuse(self, *, is_refused: bool) -> None:
         """Note whether its prefix had no room in this step."""
@@ -63,11 +63,11 @@ class EngineRequests:
 
     @property
     def running(self) -> int:
-        """The number of requests that are decided on."""
+        """Number of requests, except undecided ones. One that never looked up a key counts, too."""
         return len(self._of) - len(self._undecided)
 
     def begin(self, name: str) -> None:
-        """Add a request, unless it is there. Weights may have changed while there was none."""
+        """Add a request, unless it is there. Weights may have changed while no request was."""
         if not self._of:
             self._weights.on_first_request()
         self._of.setdefault(name)
@@ -85,7 +85,7 @@ class EngineRequests:
         return state
 
     def runs_of(self, names: Iterable[str]) -> list[Runs]:
-        """Return in which steps those of the requests have run that vLLM has announced."""
+        """Return the steps in which the requests ran, except those that vLLM has not announced."""
         return [self.of(name).runs for name in names if name in self._of]
 
     def complete(self, name: str) -> bool:
@@ -94,7 +94,7 @@ class EngineRequests:
         return len(self._complete) == len(self._of)
 
     def end(self, name: str) -> RequestState | None:
-        """Forget a request; return its state."""
+        """Forget a request; return its state, if it had one."""
         self._complete.discard(name)
         self._undecided.discard(name)
         ADAPTERS.mixed.discard(name)
@@ -124,7 +124,7 @@ class EngineRequests:
         self._undecided -= decided
         return decided
 
-    # --- what may be stored ---
+    # --- permission to load and store ---
 
     def on_gpu_hit(self, name: str) -> None:
         """Note that a request begins with a hit in vLLM's own prefix cache."""
@@ -136,5 +136,5 @@ class EngineRequests:
         return state.name not in ADAPTERS.mixed
 
     def may_store(self, state: RequestState) -> bool:
-        """Return whether a request may be stored."""
+        """Return whether a request's blocks may be stored."""
         return not state.is_mixed and state.name not in ADAPTERS.mixed
