@@ -54,7 +54,7 @@ DIGESTS_MAX: Final = 1 << 18
 _BATCHES_MAX: Final = 16  # vLLM's tiers run one job in one thread
 
 ALL: Final = 1 << 20
-"""For a request-scoped tier: its jobs wait for one another, so all are handed to it, whole."""
+"""Limits of a request-scoped tier: its jobs wait for one another, so it gets all of them, whole."""
 
 _BATCH_BLOCKS_MAX: Final = 64
 
@@ -78,7 +78,7 @@ class HostingEngine:
 
 
 class HostedBackend(Backend):
-    """Hosts one ``SecondaryTierManager``. All its methods are called on the tier's thread."""
+    """Hosts one ``SecondaryTierManager``. Threads: as for any ``Backend``."""
 
     type_name: ClassVar[str] = "vllm"
     needs_engine: ClassVar[bool] = True
@@ -207,7 +207,7 @@ class HostedBackend(Backend):
         return [found.get(key, False) for key in keys]
 
     async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
-        """Load the blocks with one job; blocks that it did not load are looked up once more."""
+        """Load the blocks with one job. Others are looked up again: absent, or failed."""
         wanted = [block for block in blocks if block.key not in self._damaged]
         outcomes = dict.fromkeys((block.key for block in blocks), Outcome.ABSENT)
         if wanted:

@@ -1,14 +1,13 @@
 """Closes connections of vLLM's ``p2p`` tier so that the tier can still open new ones.
 
 vLLM ends a connection by closing the reader of its events, and then the connection itself. libzmq
-waits until an event is read, in the one thread that serves all connections: an event of a
-connection in between blocks all connections permanently, and the tier can't reach peers any more,
-nor be reached. (libzmq#3575; seen with a peer that was killed and restarted.) So events are
-disabled first.
+waits until an event is read, in the one thread that serves all connections. So an event between
+the two blocks all connections permanently, and the tier can neither reach peers nor be reached
+(libzmq#3575; seen with a peer that was killed and restarted). So events are disabled first.
 
-If a peer is absent, libzmq retries without end, also for connections that vLLM has ended. After
-a restart the peer would first get messages from those, all under one name, and it listens to only
-one: maybe not the one in use. So a connection is tried once, as vLLM expects (it abandons a
+If a peer is absent, libzmq retries forever, also for connections that vLLM has ended. After its
+restart the peer would first get messages from those. All have one name, and the peer listens to
+only one: maybe not the one in use. So a connection is tried once, as vLLM expects (it abandons a
 refused one at once), and messages still queued on an ended one are dropped soon.
 
 vLLM's tier notes the seed of its engine's block hashes with its first connection, and compares it

@@ -1,7 +1,7 @@
-"""Notifies peers that ask for a request's blocks after it has finished.
+"""Notifies peers that request the blocks of a request after it has finished.
 
-vLLM's ``p2p`` tier notifies only a peer that has asked before. A peer that asks afterwards, for a
-block that was never kept for it, would wait for its own deadline.
+vLLM's ``p2p`` tier notifies only a peer that has requested them before. A later peer, requesting a
+block that was never kept for it, would wait until its own deadline.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 UNFETCHED_S: Final = 45.0
-"""How long a prefill engine keeps blocks for a peer that hasn't asked; stores are late at 60 s."""
+"""How long a prefill engine keeps blocks that no peer has requested; stores are late at 60 s."""
 
 
 @dataclass(frozen=True)
 class _Ended:
-    """A finished request. ``may_be_asked``: whether a peer may ask for blocks due to be kept."""
+    """A finished request. ``may_be_asked``: whether a peer may still request blocks of it."""
 
     context: ReqContext
     may_be_asked: Callable[[], bool]
@@ -30,7 +30,7 @@ class _Ended:
 
 
 class FinishedNotifier:
-    """Finished requests whose blocks a peer may still ask for. Loop thread only."""
+    """Finished requests whose blocks a peer may still request. Loop thread only."""
 
     def __init__(self, tier: SecondaryTierManager) -> None:
         self._tier = tier
@@ -42,7 +42,7 @@ class FinishedNotifier:
         self._ended.append(_Ended(context, may_be_asked, until))
 
     def tell(self) -> None:
-        """Notify the peers that have asked since the last call."""
+        """Notify the peers that have requested blocks since the last call."""
         now = asyncio.get_running_loop().time()
         asked = self._ended
         self._ended = [each for each in asked if each.may_be_asked() and now < each.until]

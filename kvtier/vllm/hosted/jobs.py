@@ -1,9 +1,9 @@
 """Runs lookups and jobs of one of vLLM's tiers, and the steps that it needs.
 
-vLLM's tiers are polled: in each of the engine's steps the tier is polled for
-ended jobs, and at the step's end it does the work it has collected. Here the
-tier has steps of its own: one at once when there is something new, then others
-at longer and longer intervals, until nothing is in flight.
+vLLM polls its tiers for ended jobs in each of the engine's steps, and at the
+step's end a tier does the work it has collected. Here the tier has steps of its
+own: one at once when there is something new, then others at longer and longer
+intervals, until nothing is in flight.
 
 A job counts as in flight until the tier reports how it ended, even if no caller
 waits for it any more: until then it may touch the slots.
@@ -45,7 +45,7 @@ _UNRESOLVED: Final = (LookupResult.RETRY, LookupResult.HIT_PENDING)
 
 
 class HostedJobs:
-    """Jobs in flight in a tier. All methods belong to the loop's thread, except ``under_way``."""
+    """Jobs in flight in a tier. Loop thread only; ``under_way``, and ``forget`` at the end: any."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class HostedJobs:
     ) -> list[bool]:
         """Return for each key whether the tier has it. Raises what the tier raises.
 
-        ``is_over``: the result is not needed any more; don't query the tier again.
+        ``is_over``: whether the result is not needed any more: then the tier is not queried again.
         """
         found = dict.fromkeys(keys, False)
         unresolved = list(found)
@@ -174,7 +174,7 @@ class HostedJobs:
 
     @contextmanager
     def request(self) -> Iterator[ReqContext]:
-        """Announce a separate request for a call: the tier above serves many at once."""
+        """Announce a request for one call: kvtier's calls may be for many requests at once."""
         self._next_id += 1
         context = ReqContext(req_id=f"kvtier-{self._next_id}")
         self._tier.on_new_request(context)
@@ -204,7 +204,7 @@ class HostedJobs:
         return goes_well
 
     def _pass_on_removals(self) -> None:
-        """Report removed blocks. The tier above knows and announces stores, but not removals."""
+        """Report removed blocks. kvtier announces stores by itself, but does not see removals."""
         removed = [key for event in self._tier.take_events() if event.removed for key in event.keys]
         if removed:
             self._lost(removed)
@@ -247,7 +247,7 @@ class HostedJobs:
         """Make a call that has no waiting caller. False: it raised, which is logged once a kind."""
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - a tier is anybody's code
+        except Exception as error:  # noqa: BLE001 - third-party code may raise anything
             kind = type(error).__name__
             if kind not in self._raised:
                 self._raised.add(kind)

@@ -11,7 +11,7 @@ The write counts as ended if:
 - the peer has been responsive, without a break, for a minute since: its writes have ended.
 
 A peer whose state is unknown keeps the slots. Their number is bounded
-(``abandoned_slots_fraction_max``): beyond it, the tier gets no more loads. To end this even
+(``abandoned_slots_fraction_max``): beyond it, the tier gets no more loads. So that this ends even
 without a request, the tier connects to a peer that listens and has no connection.
 
 Slot addresses go only to peers that have responded. Until then no load is given to the tier, which
@@ -47,7 +47,7 @@ PEERS_LOAD_S: Final = 30.0
 """After this the tier abandons a load by itself, so its report is not the peer's."""
 
 UNANSWERED_S: Final = 40.0
-"""After this the tier no longer waits for a response to that."""
+"""After this the tier no longer waits for the peer's response to the abandonment."""
 
 
 class Peers:
@@ -75,7 +75,7 @@ class Peers:
         names: dict[str, str] = self._tier._data._peer_nixl_names  # noqa: SLF001 - as above
         return names.get(address)
 
-    def call(self, host: str, port: Any) -> None:  # noqa: ANN401 - anybody's
+    def call(self, host: str, port: Any) -> None:  # noqa: ANN401 - a client's
         """Make the tier connect to a peer, as for a request."""
         source = {"kv_request_id": "kvtier-call", "remote_host": host, "remote_port": port}
         context = ReqContext(req_id="kvtier-call", kv_transfer_params={"remote_kv_source": source})
@@ -94,7 +94,7 @@ class Peers:
 class Peer:
     """A peer, with its process at the time a load began."""
 
-    def __init__(self, peers: Peers, host: str, port: Any) -> None:  # noqa: ANN401 - anybody's
+    def __init__(self, peers: Peers, host: str, port: Any) -> None:  # noqa: ANN401 - a client's
         self._peers = peers
         self._host = host
         self._port = port

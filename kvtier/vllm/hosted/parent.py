@@ -1,9 +1,9 @@
 """Acts as vLLM's manager for a tier that serves other engines, by messages to the primary tier.
 
 The tier looks up keys for a peer's request. ``lookup`` returns RETRY until the primary tier has
-pinned the block, so that HIT is true for as long as the peer may read it, and the job that the
-tier then requests is available at once. Only host memory is searched: blocks in other tiers are
-recomputed by the peer, or it finds them there itself.
+pinned the block. So HIT stays true for as long as the peer may read the block, and the job that
+the tier then creates can begin at once. Only host memory is searched: the peer recomputes blocks
+in other tiers, or finds them there itself.
 
 A pin ends with the job that reads the block; if no job took it, with the peer's request.
 """
@@ -51,7 +51,7 @@ class PeerRequest(ServedRequest):
     def __init__(self, view: memoryview) -> None:
         self.to_ask: list[bytes] = []
         self._view = view
-        self._found: dict[bytes, _Pin | None] = {}  # None: lookup pending, or not here
+        self._found: dict[bytes, _Pin | None] = {}  # None: looked up, but not pinned
         self._missing: set[bytes] = set()
         self._is_over = False
 
@@ -74,12 +74,12 @@ class PeerRequest(ServedRequest):
         return pins
 
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
-        """Keep the blocks pinned until they are no longer read."""
+        """Keep the blocks pinned until their job has ended, or without a job the request."""
         slots = slots_in(self._view, (block.buffer for block in blocks))
         loop = asyncio.get_running_loop()
         waited = []
         for block, slot in zip(blocks, slots, strict=True):
-            if not self._is_over and self._found.get(block.key, block) is None:
+            if not self._is_over and self._found.get(block.key, block) is None:  # and looked up
                 pin = self._found[block.key] = _Pin(slot, loop.create_future())
                 waited.append(pin.released)
         await asyncio.gather(*waited)

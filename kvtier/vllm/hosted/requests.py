@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class HostedRequest(ServedRequest):
-    """Announces the request; ``end`` notifies the tier that it is over."""
+    """Announces a request to the tier when created; ``end`` notifies the tier of its end."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class HostedRequest(ServedRequest):
         return self._is_over
 
     async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
-        """Load the blocks with one job. The request does without blocks that it did not load."""
+        """Load the blocks with one job. Those that it did not load are absent for the request."""
         if self._is_over:
             return [Loaded(Outcome.ABSENT)] * len(blocks)
         keys = [block.key for block in blocks]
@@ -77,7 +77,7 @@ class HostedRequest(ServedRequest):
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
         """Store the blocks with one job. It is not a failure if no peer fetches them."""
         wanted = [block for block in blocks if block.key not in self._skipped]
-        self._skipped.difference_update([block.key for block in blocks])  # once
+        self._skipped.difference_update([block.key for block in blocks])  # each is skipped once
         taken = set(await self._store(wanted)) if wanted else set()
         return [Outcome.DONE if block.key in taken else Outcome.ABSENT for block in blocks]
 
@@ -124,7 +124,7 @@ class PeersBlocks(HostedRequest):
 
         A load ends the peer's pins for the request, so another load must look up again: loads run
         one after the other, each together with its lookup. A prefill engine releases the blocks
-        kept for the request with the first load: it would never respond to another.
+        kept for the request with the first load, and would never respond to another.
         """
         async with self._submitting:
             keys = [block.key for block in blocks]
@@ -165,8 +165,8 @@ class PeersBlocks(HostedRequest):
     def end(self) -> None:
         """Notify the tier that the request is over, once its loads are: else it would abort them.
 
-        A peer that aborts may continue writing for a while. One that is not interrupted reports
-        when it is done.
+        A peer whose load is aborted may continue writing for a while. If it is not interrupted, it
+        reports when it is done.
         """
         self._is_over = True
         self._finish_if_over()

@@ -1,7 +1,7 @@
 """Passes metrics of hosted tiers from a tier's thread to vLLM.
 
 vLLM's tiers keep their own counts until they are polled, and define their metrics beforehand. Only
-metrics that a tier has defined are passed on: vLLM's front end ends at any other.
+metrics that a tier has defined are passed on: any other would end vLLM's front end.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from kvtier.vllm.workarounds.guarded_observer import Sample
 
 WAITING_MAX: Final = 64
-"""Most reports queued for an engine that is not stepping. Tiers keep counting, and report later."""
+"""Limit of reports queued while the engine does not step: tiers keep counting, and report later."""
 
 
 class HostedStats:
-    """Metrics that tiers have reported, and that were not yet passed to vLLM."""
+    """Metrics that tiers have reported, and that have not been passed to vLLM yet."""
 
     def __init__(self) -> None:
         self._waiting: deque[OffloadingConnectorStats] = deque()
@@ -66,7 +66,7 @@ def definitions_of(tiers: Iterable[Mapping[str, Any]]) -> dict[str, OffloadingMe
     """Return the metrics that hosted tiers among ``tiers`` define, by name.
 
     ``tiers``: entries of kvtier's ``secondary_tiers``. One that can't be hosted defines
-    none: building it will be refused, by its name.
+    none: the start will refuse it, by its name.
     """
     definitions: dict[str, OffloadingMetricMetadata] = {}
     for tier in tiers:

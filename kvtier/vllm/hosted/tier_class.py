@@ -79,7 +79,7 @@ def info_of(tier: SecondaryTierManager, name: str) -> Mapping[str, Any]:
     info = getattr(tier, "config_info", None)
     try:
         return {} if info is None else dict(info())
-    except Exception:  # noqa: BLE001 - a tier is anybody's code, and labels are worth no refusal
+    except Exception:  # noqa: BLE001 - third-party code, and labels are not worth a refusal
         log.warning("a tier of vLLM's reported no labels", tier=name, exc_info=True)
         return {}
 
