@@ -1,1 +1,1 @@
-"""Faults and gaps of vLLM, one a file: what is seen without it, and in which releases."""
+"""Works around faults and gaps of vLLM: a file for each, with its symptom and its releases."""

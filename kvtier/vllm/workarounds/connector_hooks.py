@@ -1,13 +1,13 @@
-"""Wraps four methods of vLLM's connector to get facts that vLLM does not pass to the manager.
+"""Wraps methods of vLLM's connector, most of them to get facts that the manager lacks.
 
-In the scheduler: how far each group looks back, and which are a draft's
-(``memory/group_kinds.py``); which requests it leaves waiting (``resumed.py``), or start from a hit
-in vLLM's own prefix cache (``scheduler/requests.py``, and ``recording.py``); and that a request
-ends in this step, which vLLM reports in the next (``scheduler/metrics.py``), and what its response
-is to carry (``scheduler/request_report.py``). In workers: how the KV
-caches are laid out (``identity/page_facts.py``). A fifth method is wrapped if needed, to keep the
-connector from storing the wrong blocks of a prompt that a client streams. The first wrapper also
-warns of vLLM's errors with the Mamba layers of such groups, and prevents them if it can.
+- ``from_spec``: how far each group looks back, and which are a draft's (``memory/group_kinds.py``).
+  It also warns of vLLM's errors with Mamba layers, and prevents them if possible.
+- ``get_num_new_matched_tokens``: which requests wait (``resumed.py``), or start from a hit in the
+  engine's own prefix cache (``scheduler/requests.py``, ``recording.py``).
+- ``request_finished``: which requests end, a step before vLLM's report (``scheduler/metrics.py``).
+  It also adds to their responses (``scheduler/request_report.py``).
+- ``register_kv_caches``, in workers: the layout of the KV caches (``identity/page_facts.py``).
+- ``build_connector_meta``, in releases that would store wrong blocks of a prompt that is streamed.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def _telling_groups(real: Callable[..., Any]) -> Callable[..., Any]:
 def _misnames_states(made: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
     """Return whether vLLM may give a state within a block the name of the whole block.
 
-    It does if a hit ends within the block, and the step that continues from there puts its state
-    further on because it keeps one from within the step. Mamba 2 does that in both releases.
+    It does if a hit ends within the block, and the step that continues from there keeps a later
+    state. Mamba 2 does that in both releases.
     """
     return any(
         each.kv_cache_spec.num_prefill_checkpoint_blocks > 0
@@ -102,8 +102,8 @@ def _misnames_states(made: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
 def _loads_states_at_once(made: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
     """Return whether a state may be loaded in the step that computes with it.
 
-    For such a load vLLM counts one GPU block less than it allocates, and ends the engine if
-    that block was the last one.
+    For such a load vLLM counts one GPU block fewer than it allocates, and ends the engine if
+    none is left for that one.
     """
     return bool(_groups_of_states(made)) and sync_load_budget(made) > 0
 

@@ -42,8 +42,8 @@ def check_place_of_tier(
 ) -> None:
     """Raise ``ConfigError`` if the first ``OffloadingConnector`` has no kvtier metrics.
 
-    ``tier_name``: the tier's class; ``spec_name``: of kvtier's spec; ``module``: both classes'.
-    ``vllm_configs``: those known of this connector's and the whole engine's.
+    ``tier_name``: the tier's class; ``spec_name``: kvtier's spec; ``module``: that of both.
+    ``vllm_configs``: the known ones of this connector's and the whole engine's configurations.
     """
     for config in vllm_configs:
         settings = _first(config)

@@ -1,9 +1,9 @@
-"""Has several API servers of one engine show a gauge once, with its most recent value.
+"""Makes several API servers of one engine show a gauge once, with its most recent value.
 
-The engine reports a change to one of its API servers only, and any of them answers ``/metrics`` for
-all. vLLM 0.32 made the connector's gauges so that each server's own value was shown: after a tier
-had come back, another server's ``kvtier:tier_breaker_state`` stayed as it was, and with it an alert
-on the maximum. Delete with 0.32: vLLM 0.33 does the same by itself.
+The engine reports a change to one of its API servers only, and any of them serves ``/metrics`` for
+all. vLLM 0.32 shows each server's own value of a connector's gauge: after a tier has recovered,
+another server's ``kvtier:tier_breaker_state`` stays as it was, and with it an alert on the maximum.
+Delete with 0.32: vLLM 0.33 does the same by itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODE: Final = "mostrecent"
 
 @once_a_process
 def merge_gauges() -> None:
-    """Make the gauges of connectors in this process so. Once a process, before they are made."""
+    """Make connectors' gauges show the most recent value. Once a process, before they exist."""
     if any(each.name == "multiprocess_mode" for each in fields(OffloadingGaugeMetadata)):
         return
     real = OffloadPromMetrics.__init__

@@ -53,7 +53,7 @@ class GuardedObserver:
         self._said: set[tuple[str, ...]] = set()
 
     def safely(self, what: Drop, call: Callable[[*Ts], T], *arguments: *Ts) -> T | None:
-        """Return the result of ``call``; if it raises, count that and return None."""
+        """Return the result of ``call``; if it raises, count and log that, and return None."""
         try:
             return call(*arguments)
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine must go on

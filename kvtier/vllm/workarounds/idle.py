@@ -2,8 +2,8 @@
 
 With no request left, vLLM's engine waits for the next one: events, gauges and log lines about a
 tier's losses or faults meanwhile would be published only then. vLLM has a message that only wakes
-its loop. The loop then asks the connector whether there is anything to step for
-(``KVTierManager.has_pending_work``), and goes back to waiting if there is not.
+its loop. The loop then checks whether the connector has anything to step for
+(``KVTierManager.has_pending_work``), and goes back to waiting if it has not.
 
 Only an engine in a process of its own has such a loop. An engine that runs inside its caller's
 program steps only when the program calls it.
@@ -63,7 +63,7 @@ def wake_idle_engines() -> None:
 
 
 def _woken(real: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Note whether vLLM's loop finds work: without any, it waits for a message."""
+    """Wrap vLLM's check for work, to note its result: without work the loop waits for a message."""
     wakers: WeakKeyDictionary[Any, IdleWaker] = WeakKeyDictionary()
 
     @wraps(real)

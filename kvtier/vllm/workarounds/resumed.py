@@ -25,7 +25,7 @@ NO_STEP: Final = -2
 
 
 class Runs:
-    """In which steps one request has run, or waited."""
+    """The steps in which one request ran, or waited."""
 
     __slots__ = ("have_run", "waited_before", "waits")
 
@@ -35,7 +35,7 @@ class Runs:
 
 
 class ResumedRequests:
-    """Tells who may load in a step. Scheduler thread."""
+    """Decides which requests may load in a step. Scheduler thread."""
 
     def __init__(self, *, are_held_back: bool) -> None:
         """``are_held_back``: False if vLLM accepts a load in any step."""
@@ -60,7 +60,7 @@ class ResumedRequests:
         self._is_empty = True
 
     def end_step(self, scheduled: Iterable[Runs]) -> None:
-        """Record vLLM's report of a step. ``scheduled``: for the first time, or to load."""
+        """Record vLLM's report of a step. ``scheduled``: requests that began, or began to load."""
         for runs in scheduled:
             runs.have_run = True
         self._step += 1

@@ -1,4 +1,4 @@
-"""Refuses models that vLLM serves without a KV connector only, before one is loaded.
+"""Refuses models that vLLM serves only without a KV connector, before one is loaded.
 
 vLLM itself raises an assertion once the model is loaded, without the model's name or a remedy.
 """

@@ -1,11 +1,11 @@
-"""Refuses blocks of several vLLM blocks for layers that look back a limited way only.
+"""Refuses blocks of several vLLM blocks for layers with a limited attention window.
 
-vLLM's connector leaves vLLM blocks out of a store that have left a sliding
+vLLM's connector leaves those vLLM blocks out of a store that have left a sliding
 window. It treats a vLLM block that another request shares as one of these, so a
 kvtier block may be stored with a hole: unwritten bytes, which a later request
 loads (seen in all tested releases: ``_update_req_states`` in
 ``vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``). With
-one vLLM block in each kvtier block there is nothing to leave out of one.
+one vLLM block in each kvtier block, no block can have a hole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def check_windows(config: OffloadingConfig, vllm_config: Callable[[], Any]) -> None:
     """Raise ``ConfigError`` if blocks could be stored with holes. Worker process, layers loaded.
 
-    ``vllm_config``: called only if it matters; the worker's whole configuration.
+    ``vllm_config``: returns the worker's whole configuration; called only if it matters.
     """
     if config.cache.blocks_per_chunk == 1:
         return
