@@ -1,12 +1,12 @@
 """Defines the general plugin that vLLM calls in each of its processes if kvtier is installed.
 
-vLLM's front end loads no kvtier code if it has no statistics to define, as in ``LLM(...)``, and
-then marks no media (``media.py``). So this hooks the creation of a configuration that has kvtier.
-At that time nothing runs yet, and no model is loaded: vLLM's release is checked
-(``relied_on.py``), the files that dead engines left in shared memory are removed (``region.py``),
-there must be as much memory as the engines will take (``engines_here.py``), and models that vLLM
-has no connectors for are refused (``supported_models.py``). Processes of other users, and those
-that make no configuration, are left unchanged.
+vLLM's front end loads no kvtier code if it defines no metrics, as in ``LLM(...)``, and would mark
+no media (``media.py``). So this hooks the creation of a configuration that has kvtier. At that time
+nothing runs yet, and no model is loaded: so vLLM's release is checked too (``relied_on.py``), files
+that dead engines left in shared memory are removed (``region.py``), the memory for all engines is
+checked (``engines_here.py``), and models for which vLLM has no connectors are refused
+(``supported_models.py``). Processes without kvtier in their configuration, and those that create
+none, stay as they are.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def _preparing(real: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(arguments: Any, *rest: Any, **named: Any) -> Any:  # noqa: ANN401 - no stubs
         config = real(arguments, *rest, **named)
         if "kvtier" in str(getattr(config, "kv_transfer_config", None)):
-            # Imported here: users of vLLM without kvtier need none of it. First of all the check:
-            # what a further release has lost may end the other imports.
+            # Imported here: users of vLLM without kvtier need none of it. The check comes first:
+            # if another release lacks something, the other imports may raise.
             from kvtier.vllm.relied_on import check_release  # noqa: PLC0415
 
             check_release()

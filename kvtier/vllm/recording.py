@@ -1,8 +1,8 @@
 """Records the engine's requests (``record``): kvtier's manager, with a recorder behind it.
 
-A class of its own, so that an engine that records nothing pays nothing. What a request asked is
-known from vLLM's request, which the connector's hook passes on (``workarounds/connector_hooks.py``)
-each time that vLLM looks the request up; what counts is the last lookup before it loads or runs.
+It is a class of its own, so that an engine that records nothing pays nothing. vLLM's request comes
+from the connector's hook (``workarounds/connector_hooks.py``), each time that vLLM looks it up; the
+last lookup before it loads or runs counts.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class _Asked:
         self.request = request
         self.gpu_tokens = 0
         self.started_s: float | None = None
-        self.ended_s: float | None = None  # what vLLM reports later is no use of time
+        self.ended_s: float | None = None  # its last token; vLLM reports the end a step later
         self.loaded: Sequence[bytes] = ()
         self.sources: Mapping[bytes, int] = {}
 
 
 class WatchedWork:
-    """Finds when a tier did no work of a kind: from its last success to its last failure.
+    """Finds when a tier did no work of one kind: from its last success to its last failure.
 
-    A fault shows when work fails, which was given to the tier before. So the time of the fault is
-    that of the last success, which no request that the tier failed has come before.
+    A fault shows only when work fails, some time after the tier got it. So the fault counts as
+    begun at the last success before that.
     """
 
     __slots__ = ("_is_down", "_seen", "_since", "_until")
@@ -61,7 +61,7 @@ class WatchedWork:
         self._is_down = False
 
     def look(self, record: TierRecord, now: float) -> tuple[float, EventKind] | None:
-        """Return what has happened, and when, if it shows now."""
+        """Return when the tier went down or came up, if the record shows it now, and which."""
         seen, self._seen = self._seen, record
         if record.is_bypassed or record.failed > seen.failed:
             was_down, self._is_down, self._until = self._is_down, True, now
@@ -107,7 +107,7 @@ class RecordingManager(KVTierManager):
         recorder.start()
 
     def on_request_matched(self, request: Any, gpu_tokens: int) -> None:  # noqa: ANN401 - vLLM's
-        """Note what vLLM's own prefix cache has of a request that waits."""
+        """Note how many tokens of a waiting request vLLM's own prefix cache has."""
         asked = self._asked.get(request.request_id)
         if asked is None:
             asked = self._asked[request.request_id] = _Asked(request)
@@ -133,7 +133,7 @@ class RecordingManager(KVTierManager):
         self._note_tiers()
 
     def _note_tiers(self) -> None:
-        """Record between which times a tier did no work."""
+        """Record when tiers went down, and when they came up."""
         for tier, work, watched in self._watched:
             seen = self.facade.tier_record(tier, stores=work == "stores")
             happened = watched.look(seen, time.time())
@@ -174,6 +174,6 @@ class RecordingManager(KVTierManager):
     @override
     def shutdown(self) -> None:
         until = time.monotonic() + self._close_timeout_s
-        self._recorder.begin_to_close()  # while the tiers end, which have the same time
+        self._recorder.begin_to_close()  # it shares the tiers' time limit, and ends beside them
         super().shutdown()
         self._recorder.close(max(0.0, until - time.monotonic()))

@@ -1,9 +1,9 @@
-"""What differs between the releases of vLLM that kvtier runs in: one flag a difference.
+"""Flags for the differences between the releases of vLLM that kvtier runs in, one each.
 
-A flag goes by what the installed vLLM has, not by its version: a patched release, or one in
-between, counts as what it is. Where vLLM shows no trace of a difference, a change of the same
-release stands for it. Once the older release is not supported any more, its flags go, with all
-that they switch. What both releases do wrong is in ``workarounds/``.
+A flag depends on what the installed vLLM has, not on its version: so it is right for a patched
+release, or one in between. If a difference can't be detected, another change of the same release
+stands for it. Once the older release is no longer supported, its flags go, with all that they
+switch. Faults of both releases are in ``workarounds/``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvtier.vllm.relied_on import REMEDY
 
 NOTIFIES_WHEN_FLUSHED: Final = hasattr(OffloadingManager, "on_reset_flushed")
 """A manager is notified when workers have released the blocks that were in use at a reset. Before,
-so many steps must have ended."""
+kvtier waited for a number of steps."""
 
 OFFERS_BEFORE_STEP_ENDS: Final = NOTIFIES_WHEN_FLUSHED
 """A step's chunks are offered before its ``on_schedule_end``, not after it."""
 
 LOADS_WHEN_PREEMPTED: Final = NOTIFIES_WHEN_FLUSHED
-"""A request that was preempted between two steps may load in the next one: before, the connector
-took that for an error of its own, and its assertion ended the engine."""
+"""A request that was preempted between two steps may load in the next one. Before, the connector's
+assertion ended the engine."""
 
 REPLACES_TABLES: Final = NOTIFIES_WHEN_FLUSHED
 """A request whose prompt is streamed restarts with each part. Before, its table of GPU blocks was
@@ -44,11 +44,11 @@ PROMOTION_LATENCY: Final[str | None] = getattr(TieringOffloadingMetrics, "PROMOT
 
 
 def sync_load_budget(made: Any) -> int:  # noqa: ANN401 - vLLM has no stubs
-    """Return how many bytes a connector loads in the step that computes with them; before: none."""
+    """Return how many bytes a connector may load in the step that uses them; 0 before 0.33."""
     return int(getattr(made, "sync_load_budget_bytes", 0))
 
 
-# --- what both have, and a further release may not ---
+# --- in both, but perhaps not in a later release ---
 
 HAS_POSITIONS: Final = "_offload_key_positions" in getattr(ReqContext, "__dataclass_fields__", {})
 """The token at which each of a request's keys ends is published, though privately."""

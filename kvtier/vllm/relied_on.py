@@ -1,14 +1,14 @@
-"""Checks at the start whether kvtier is tested with the installed vLLM, and else what has moved.
+"""Checks whether kvtier is tested with the installed vLLM, and if not, which parts have moved.
 
-What the adapter imports is found in its sources, and so is each attribute that it
-mentions; of each class, the members of these names are listed. A line that ends
-with "private" names what vLLM does not publish. ``relied_on.txt`` is the list for the newest
+The adapter's sources show what it imports, and which attributes it mentions; of each
+imported class, the members of these names are listed. A line that ends with "private"
+names something that vLLM does not publish. ``relied_on.txt`` is the list for the newest
 tested release::
 
     python -m kvtier.vllm.relied_on          # prints what has moved; exit status 1 if anything has
     python -m kvtier.vllm.relied_on --list   # prints the list for the installed vLLM
 
-Nothing of vLLM is imported with this module: what it reports as gone may end the next import.
+Importing this module imports nothing of vLLM: that may raise if a part is gone.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ _REACHED: Final = (
 )
 """Classes whose objects come to the adapter without an import."""
 
-_PLAIN = {*dir(int), *dir(str), *dir(tuple)}  # what a vLLM class has from Python's own
+_PLAIN = {*dir(int), *dir(str), *dir(tuple)}  # members that vLLM's classes have from Python's
 
 
 def check_release() -> None:
-    """Warn if kvtier is not tested with this vLLM, and say what has moved in it; once a process.
+    """Warn if kvtier is not tested with this vLLM, and log what has moved in it; once a process.
 
-    Raises ``ConfigError`` if something has by which answers are right. The check costs an untested
-    release a second; a tested one is not checked.
+    Raises ``ConfigError`` if answers could be wrong (``RIGHT_BY``). The check takes a second; a
+    tested release is not checked.
     """
     _check(str(import_module("vllm").__version__))
 
@@ -116,7 +116,7 @@ def lines() -> list[str]:
     for module, name in {*_REACHED, *(each for tree in trees for each in _imported_by(tree))}:
         try:
             home = _import(module)
-            # A module of a package is its attribute only once somebody has imported it.
+            # A module is an attribute of its package only once it has been imported.
             thing = getattr(home, name) if hasattr(home, name) else _import(f"{module}.{name}")
         except Exception:  # noqa: BLE001, S112 - missing; another vLLM may raise anything
             continue
@@ -137,7 +137,7 @@ class Moved(NamedTuple):
 
     @property
     def endangers_answers(self) -> bool:
-        """Whether kvtier must not run without it. Parameters that may be left out do no harm."""
+        """Whether kvtier must not run with this change. New optional parameters do no harm."""
         if self.now == MISSING:  # it may be the class
             return any(f"{each}.".startswith(f"{self.name}.") for each in RIGHT_BY)
         same, _, added = self.now.partition(f"{self.before[:-1]}, ")
@@ -171,7 +171,7 @@ def _by_name(listed: list[str]) -> dict[str, str]:
 
 
 def _import(module: str) -> ModuleType:
-    return import_module(f"vllm.{module.removeprefix('vllm.')}")  # and nothing but vLLM
+    return import_module(f"vllm.{module.removeprefix('vllm.')}")  # never another package
 
 
 def _imported_by(tree: ast.AST) -> set[tuple[str, str]]:
@@ -185,7 +185,7 @@ def _imported_by(tree: ast.AST) -> set[tuple[str, str]]:
 
 
 def _mentioned_by(tree: ast.AST) -> set[str]:
-    """Return the names of all attributes: looked at, defined, or asked for by ``getattr``."""
+    """Return the names of all attributes that are read or defined, or are passed as text."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -216,7 +216,7 @@ def _of(path: str, thing: object, mentioned: set[str]) -> list[str]:
 
 
 def _signature(thing: object) -> str:
-    """Return the parameters with their kinds and whether they may be left out, or what it is."""
+    """Return the parameters with their kinds and which are optional, or the kind of ``thing``."""
     if isinstance(thing, property):
         return ": property"
     if isinstance(thing, classmethod | staticmethod):

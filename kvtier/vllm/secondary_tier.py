@@ -142,7 +142,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         self._say_ready(config, slot_count)
 
     def _say_ready(self, config: RuntimeConfig, slot_count: int) -> None:
-        """Log that it is ready, once it has reached its server or has had time to."""
+        """Log that it is ready, once it is connected to its server or has had the time."""
         connecting = wait_for_servers(config, self._polled)
         log.info(
             "kvtier's tier is ready behind vLLM's primary tier",

@@ -4,10 +4,10 @@ It extends vLLM's ``TieringOffloadingSpec``, so that sizes, the checks of the
 canonical layout and the worker on CUDA, ROCm and XPU are vLLM's own; kvtier
 replaces vLLM's manager with its own, and adds a worker for the CPU platform.
 
-vLLM builds the spec twice: once in each worker (``get_worker``), then in the
-process of the scheduler (``get_manager``), always in this order: the KV caches
-are registered before the scheduler exists. So ``get_manager`` finds every rank
-mapped, and rank 0's facts in the header.
+vLLM builds the spec in each worker (``get_worker``), and then in the scheduler's
+process (``get_manager``), always in this order: the KV caches are registered
+before the scheduler exists. So ``get_manager`` finds every rank mapped, and rank
+0's facts in the header.
 
 Memory on the CPU platform is kvtier's region (``memory/region.py``). On
 the others it is vLLM's (``memory/device_region.py``).
@@ -375,6 +375,6 @@ def _without_tiers(extra_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tiers_in(extra_config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tiers that are readable, before anything is checked."""
+    """Return those entries of ``secondary_tiers`` that are mappings. Nothing is checked yet."""
     tiers = extra_config.get("secondary_tiers")
     return [tier for tier in tiers if isinstance(tier, dict)] if isinstance(tiers, list) else []

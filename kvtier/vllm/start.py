@@ -38,7 +38,7 @@ def build_manager(
 ) -> KVTierManager:
     """Start the runtime for one engine. Scheduler process only.
 
-    ``weights``: a readable identification of them, for the log.
+    ``weights``: what identifies the weights, for the log.
     """
     began_s = time.monotonic()
     recorder = open_recorder(config, spec)

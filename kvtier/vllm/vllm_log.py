@@ -1,4 +1,4 @@
-"""Writes kvtier's log lines by vLLM's logging: its format, level, destination and process name."""
+"""Writes kvtier's log lines through vLLM's logging, with its format, level and destination."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 LOGGER: Final = logging.getLogger("vllm.kvtier")
-"""A child of vLLM's logger, and so of whatever VLLM_LOGGING_CONFIG_PATH makes of that."""
+"""A child of vLLM's logger: what VLLM_LOGGING_CONFIG_PATH sets for that applies to it, too."""
 
 _FRAMES: Final = 4  # logging shows the caller of log.info: that calls write, which calls the sink
 
