@@ -140,8 +140,8 @@ class HostedBackend(Backend):
         engine = context.engine
         if not isinstance(engine, HostingEngine):
             raise ConfigError(
-                f"{where}: type='vllm' is for tiers of an engine of vLLM's, and there is none "
-                "here. Choose another type."
+                f"{where}: type='vllm' needs an engine of vLLM's, and there is none here. Choose "
+                "another type."
             )
         if context.namespace.vllm_refusal:
             raise ConfigError(f"{where}: type='vllm' {context.namespace.vllm_refusal}.")

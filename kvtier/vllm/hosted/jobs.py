@@ -264,7 +264,7 @@ def slots_in(view: memoryview, buffers: Iterator[memoryview]) -> list[int]:
     for buffer in buffers:
         slot, rest = divmod(_address(buffer) - first, row_bytes)
         if rest or not 0 <= slot < rows or buffer.nbytes != row_bytes:
-            raise ValueError("a buffer that is no slot of the primary tier")
+            raise ValueError("a buffer is not a slot of the primary tier")
         slots.append(slot)
     return slots
 

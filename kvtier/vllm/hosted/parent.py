@@ -68,7 +68,7 @@ class PeerRequest(ServedRequest):
         """Remove and return the pins of blocks, for a job. Raises ``KeyError``."""
         pins = [pin for key in keys if (pin := self._found.get(key)) is not None]
         if len(pins) < len(keys):
-            raise KeyError("a job for blocks that lookup did not call HIT")
+            raise KeyError("a job for blocks whose lookup did not return HIT")
         for key in keys:
             del self._found[key]
         return pins

@@ -18,7 +18,7 @@ def packed_params(params: Mapping[str, Any]) -> bytes:
     try:
         return msgspec.msgpack.encode(params)
     except (TypeError, ValueError, OverflowError) as error:
-        log.warning("a request's kv_transfer_params are no plain data", error=str(error))
+        log.warning("a request's kv_transfer_params are not plain data", error=str(error))
         return b""
 
 

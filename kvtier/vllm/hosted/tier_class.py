@@ -23,9 +23,9 @@ KVCR: Final = "kvcr"
 """Another tier, which kvtier can't host: it is refused before users install its dependencies."""
 
 _NO_KVCR: Final = (
-    "asks for host memory's blocks and pins them in one call, which kvtier answers from another "
-    "thread: its peers would find nothing. It reports loads as ended that a peer may still write, "
-    "too. Use p2p, or vLLM's TieringOffloadingSpec for it"
+    "looks up and pins blocks of host memory in one call, for which kvtier needs another thread: "
+    "its peers would find nothing. It also reports loads as ended that a peer may still write. "
+    "Use p2p, or vLLM's TieringOffloadingSpec for it"
 )
 
 
