@@ -189,7 +189,7 @@ class EngineWeights:
             self.is_due = True
             if not self._has_failed:
                 self._has_failed = True
-                log.error("a change of weights could not be dealt with", exc_info=True)
+                log.error("a change of weights could not be handled", exc_info=True)
 
     def _decide(self) -> None:
         sample = self._look()
