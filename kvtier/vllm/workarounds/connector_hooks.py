@@ -68,9 +68,9 @@ def _telling_groups(real: Callable[..., Any]) -> Callable[..., Any]:
         on_groups_known(kinds_of(made))
         if _misnames_states(made):
             log.warning(
-                "with --prefix-match-unit vLLM may take the Mamba state within a block for the "
-                "one behind it: its prefix cache serves other requests a wrong state, and so "
-                "does each tier",
+                "with --prefix-match-unit vLLM may store a Mamba state from within a block under "
+                "the name of the whole block: its prefix cache then serves a wrong state to other "
+                "requests, and so does each tier",
                 remedy="remove --prefix-match-unit",
             )
         if _loads_states_at_once(made):
