@@ -78,7 +78,7 @@ def open_recorder(config: RuntimeConfig, spec: OffloadingSpec) -> Recorder | Non
         return None
     problem = None
     if len(spec.config.groups) > 1:
-        problem = "the model has several KV-cache groups, which kvtier replay does not know"
+        problem = "the model has several KV-cache groups, which kvtier replay does not support"
     elif not HAS_POSITIONS:
         problem = "this vLLM does not publish the keys of a request"
     if problem is not None:

@@ -97,13 +97,13 @@ def _check(installed: str) -> None:
         tested=", ".join(TESTED),
         checked=checked,
         moved=", ".join(map(str, found)) or "nothing",
-        remedy="install one of these, or a kvtier that knows this one",
+        remedy="install one of these, or a kvtier that is tested with this one",
     )
     lost = [str(each) for each in found if each.endangers_answers]
     if lost:
         raise ConfigError(
             f"vLLM {installed}: kvtier would give wrong answers, since this vLLM has changed "
-            f"{', '.join(lost)}: {REMEDY}, or a kvtier that knows this one."
+            f"{', '.join(lost)}: {REMEDY}, or a kvtier that is tested with this one."
         )
 
 
