@@ -237,11 +237,10 @@ class LoadDecisions:
         now, cost = self._promotions.now, self._costs_now().get(tier)
         if cost is None:
             return False
-        expected_s = cost.latency_s + cost.block_s * EXPLORED_BLOCKS_MAX
         reprobing = self._declined.get(tier)
         if reprobing is not None:
-            return reprobing.is_due(now, expected_s, cost)
-        self._declined[tier] = Reprobing(now, expected_s)
+            return reprobing.try_if_due(now, cost)
+        self._declined[tier] = Reprobing(now)
         self._notice("blocks are recomputed rather than loaded", tier, cut)
         return False
 
