@@ -1,1 +1,1 @@
-"""Accounts for what offloading gives and costs, and for why requests miss."""
+"""Accounts for the savings and costs of offloading, and for the reasons of misses."""

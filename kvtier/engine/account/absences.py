@@ -1,10 +1,10 @@
-"""Remembers, for a sample of the blocks that a tier lost or never had, which tier, and why.
+"""Remembers which tier lost or never had a block, and why, for a sample of such blocks.
 
-What tiers evict to make room is remembered apart (``kvtier/engine/account/evictions.py``).
+Evictions to make room are remembered separately (``kvtier/engine/account/evictions.py``).
 
-A prefix ends at one block, so a request asks for one key here. Every n-th key that goes is
-remembered, and counts n times when it is asked for, so that the counts estimate what all would
-have counted. Of a small engine all are remembered, and the counts are exact.
+A prefix ends at one block, so a request looks up one key here. Every n-th missing key is
+remembered, and counts n times when it is looked up, so that the counts estimate those of all keys.
+A small engine's keys are all remembered, and its counts are exact.
 
 Rejected: remembering all of a large engine. At a million slots that is 200 MB for a horizon of
 one turnover.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 REMEMBERED_MIN: Final = 4096
 REMEMBERED_MAX: Final = 32_768
 SLOTS_A_KEY: Final = 16
-"""One key is remembered for so many slots, within these limits."""
+"""One key is remembered for this many slots, within these limits."""
 
 TURNOVERS: Final = 4
 """The horizon, in evictions, as a multiple of the slots."""
@@ -37,12 +37,12 @@ class Absence(NamedTuple):
 
     source: int
     reason: AbsenceReason
-    since: float
+    since: float  #: seconds of the runtime's clock
     weight: int  #: how many blocks it stands for
 
 
 class Absences:
-    """The sample of one engine."""
+    """The absences that one engine remembers."""
 
     def __init__(self, slot_count: int) -> None:
         horizon = TURNOVERS * slot_count

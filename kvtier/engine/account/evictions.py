@@ -1,12 +1,12 @@
-"""Remembers the blocks that a tier evicted last: why requests miss, and what a larger tier hits.
+"""Remembers a tier's latest evictions: they explain misses, and show the hits of a larger tier.
 
-They are those that a larger tier would still have: so many as the tier holds, for one of twice its
-size. They are kept in the order in which they went, each n-th of them, and a block that is there
-anew while it is among them counts n times. With ``lru`` this is exact but for the sample. Other
-policies keep what they expect to be read, so their larger caches would have some more.
+A tier of twice the size would still have the latest of these blocks, as many as this tier holds;
+one of four times the size, three times as many. Every n-th evicted block is kept, in the order of
+eviction, and counts as n hits if it returns while it is kept. With ``lru`` this is exact except for
+the sampling. Other policies keep blocks that they expect to be read, so they would hit some more.
 
-Rejected: positions by a count of evictions. It takes blocks that have come back for some that
-are still gone, and finds a tenth less.
+Rejected: positions by a count of evictions. It counts blocks that have returned as still gone, and
+finds a tenth less.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 REMEMBERED_MIN: Final = 512
 REMEMBERED_MAX: Final = 8192
 BLOCKS_A_KEY: Final = 64
-"""Of the blocks that a tier holds, one is remembered for so many, within these limits; and as many
-for each time that its size fits into a larger one."""
+"""One key is remembered for this many blocks of the tier's capacity, within these limits;
+``LARGEST`` times as many in all."""
 
 LARGEST: Final = 3
-"""The largest tier looked at is larger by so many times the tier's size."""
+"""The largest tier that is estimated exceeds the tier by this many times its size."""
 
 
 class Evictions:
-    """Follows what one tier of ``capacity`` blocks evicts."""
+    """Tracks the evictions of one tier of ``capacity`` blocks."""
 
     def __init__(self, counts: SourceCounts, capacity: int) -> None:
         remembered = min(max(capacity // BLOCKS_A_KEY, REMEMBERED_MIN), REMEMBERED_MAX)
         self._counts = counts
         self._sample = EveryNth(-(-capacity // remembered))
         self._size = capacity // self._sample.every
-        self._gone: OrderedDict[Key, float] = OrderedDict()  # the oldest first; when they went
-        self._of_twice: OrderedDict[Key, None] = OrderedDict()  # of these, the latest
+        self._gone: OrderedDict[Key, float] = OrderedDict()  # oldest first, with the time
+        self._of_twice: OrderedDict[Key, None] = OrderedDict()  # the latest of these
 
     @property
     def weight(self) -> int:
-        """How many blocks each one stands for."""
+        """How many blocks each remembered one stands for."""
         return self._sample.every
 
     def add(self, keys: Sequence[Key], now: float) -> None:
@@ -65,7 +65,7 @@ class Evictions:
         return self._gone.get(key)
 
     def on_miss(self, keys: Sequence[Key]) -> None:
-        """Note that blocks were wanted, which the tier did not have."""
+        """Note that requests wanted blocks that the tier did not have."""
         in_twice, in_four_times = self._pop(keys)
         if in_four_times:
             self._counts.hits_if_twice += self.weight * in_twice
@@ -81,9 +81,9 @@ class Evictions:
         self._of_twice.clear()
 
     def _pop(self, keys: Sequence[Key]) -> tuple[int, int]:
-        """Forget the keys; return how many were among the latest, and how many at all."""
+        """Forget the keys; return how many were among the latest, and how many were kept."""
         gone, of_twice = self._gone, self._of_twice
-        if gone.keys().isdisjoint(keys):  # mostly: this takes a third of the time of the loop
+        if gone.keys().isdisjoint(keys):  # the usual case, in a third of the loop's time
             return 0, 0
         before = len(of_twice), len(gone)
         for key in keys:

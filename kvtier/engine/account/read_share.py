@@ -1,4 +1,4 @@
-"""Estimates which share of the blocks written to a tier is ever read, from every n-th block."""
+"""Estimates the share of the blocks written to a tier that is ever read, from every n-th block."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 EVERY: Final = 16
 SAMPLED_MAX: Final = 16_384
-"""Blocks that are followed until they are read; beyond, the oldest count as never read."""
+"""Limit on blocks tracked until they are read; beyond it, the oldest count as never read."""
 
 
 class ReadShare:
-    """Follows a sample of one tier's blocks."""
+    """Tracks a sample of one tier's blocks."""
 
     def __init__(self, counts: TierCounts) -> None:
         self._counts = counts

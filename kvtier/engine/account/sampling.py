@@ -1,4 +1,4 @@
-"""Takes every n-th of the keys that come in batches, at no cost for the others."""
+"""Samples every n-th key of successive batches, at no cost for the others."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class EveryNth:
-    """One sample. ``every``: how many keys each of it stands for."""
+    """One sample. ``every``: how many keys each sampled key stands for."""
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self._skipped = 0  # keys until the next that is taken
+        self._skipped = 0  # keys before the next sampled one
 
     def of(self, keys: Sequence[Key]) -> Sequence[Key]:
         """Return those of the next keys that belong to the sample."""

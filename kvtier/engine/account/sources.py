@@ -1,7 +1,7 @@
 """Counts where loaded KV data came from, what it saved, and why the rest was missing.
 
-Part of the primary tier's actor, which calls it where a request loads, where blocks arrive or
-leave, and where a request finds no more of its prefix.
+Part of the primary tier's actor, which calls it when a request loads, when blocks arrive or leave,
+and when a request finds no more of its prefix.
 
 Sources are numbered: 0 is the primary tier, then the secondary tiers in their order.
 """
@@ -33,25 +33,25 @@ class Account:
     """The account of one engine."""
 
     def __init__(self, primary: PrimaryCounts, slot_count: int, tier_count: int) -> None:
-        self.primary = primary  #: the counts that are of no source
+        self.primary = primary  #: the counts that belong to no source
         self.counts = [SourceCounts() for _ in range(1 + tier_count)]
         self.misses: list[dict[str, int]] = [{} for _ in self.counts]
-        self.absent_seconds: Observed[tuple[int, float]] = Observed()  #: source, age of an eviction
+        self.absent_seconds: Observed[tuple[int, float]] = Observed()  #: source, age of eviction
         self.allocation_sizes: Observed[int] = Observed()  #: blocks wanted by each store
         self.wait_seconds: Observed[float] = Observed()  #: of requests that waited for tiers
         self._absences = Absences(slot_count)
         self._evictions = {PRIMARY: Evictions(self.counts[PRIMARY], slot_count)}
-        self._unread: dict[Key, int] = {}  # promoted, and not read by a request yet
+        self._unread: dict[Key, int] = {}  # promoted but not read by a request yet; the tier
 
     # --- loads ---
 
     def on_load(
         self, keys: Sequence[Key], delivered: Mapping[Key, int], tokens: int
     ) -> dict[int, int]:
-        """Note that the GPU loads ``keys``, and so computes ``tokens`` less.
+        """Note that the GPU loads ``keys``, and so computes ``tokens`` fewer tokens.
 
-        ``delivered``: the request's blocks that tiers have brought, with the tier's number. The
-        tokens are split by blocks. Returns them by source.
+        ``delivered``: the request's blocks that tiers delivered, with the tier's number. The
+        tokens are split in proportion to blocks. Returns the tokens by source.
         """
         if self._unread:
             self._read(keys, delivered)
@@ -73,7 +73,7 @@ class Account:
         unread = self._unread
         for key in delivered:
             unread.pop(key, None)
-        if unread and not unread.keys().isdisjoint(keys):  # others had them promoted
+        if unread and not unread.keys().isdisjoint(keys):  # promoted for other requests
             for key in keys:
                 unread.pop(key, None)
 
@@ -87,20 +87,20 @@ class Account:
                 evictions.on_miss(keys)
 
     def on_computed(self, keys: Sequence[Key]) -> None:
-        """Note that the GPU has computed blocks, as no tier had them, before others go for them."""
+        """Note blocks that the GPU computed; called before others are evicted for them."""
         for evictions in self._evictions.values():
             evictions.on_miss(keys)
 
     def on_wait_ended(self, seconds: float) -> None:
-        """Note that a request goes on that has waited for tiers for so long."""
+        """Note that a request waited for tiers for ``seconds``, and now continues."""
         self.wait_seconds.add(seconds)
 
     def follow_evictions(self, tier: int, capacity_blocks: int) -> None:
-        """Note that a tier evicts blocks by itself, so as to hold so many."""
+        """Note that a tier evicts blocks by itself, to hold at most ``capacity_blocks``."""
         source = 1 + tier
         self._evictions.setdefault(source, Evictions(self.counts[source], capacity_blocks))
 
-    # --- blocks that go ---
+    # --- blocks that leave ---
 
     def on_evicted(self, keys: Sequence[Key], now: float) -> None:
         """Note that blocks leave the primary tier."""
@@ -119,7 +119,7 @@ class Account:
     def on_not_loaded(self, keys: Sequence[Key], tier: int, outcome: Outcome, now: float) -> None:
         """Note that a tier did not deliver blocks that it was known to have.
 
-        What is absent has gone since. A tier that evicts by itself has told why.
+        ABSENT: it lost them since. A tier that evicts by itself has reported that already.
         """
         if outcome is Outcome.ABSENT and 1 + tier in self._evictions:
             return
@@ -145,9 +145,9 @@ class Account:
     def on_miss(
         self, key: Key, known: tuple[int, AbsenceReason] | None, now: float
     ) -> tuple[int, AbsenceReason]:
-        """Note the first block that a request does not get. ``known``: source and reason.
+        """Note the first block that a request does not get; return the source and the reason.
 
-        Returns both.
+        ``known``: both, if the caller knows them.
         """
         source, reason, weight = (*known, 1) if known is not None else self._why(key, now)
         counts = self.misses[source]
@@ -155,7 +155,7 @@ class Account:
         return source, reason
 
     def _why(self, key: Key, now: float) -> tuple[int, AbsenceReason, int]:
-        """Return the source that had the block last, why it has it no more, and the weight."""
+        """Return the source that had the block last, why it no longer has it, and the weight."""
         absence = self._absences.of(key)
         evicted = [
             (since, source)
@@ -164,7 +164,7 @@ class Account:
         ]
         if evicted:
             since, source = max(evicted)
-            # Tiers would have a block that left the primary tier, had they admitted it.
+            # Had tiers admitted it, they would still have a block that the primary tier evicted.
             is_why = source != PRIMARY or absence is None or absence.reason != "not_admitted"
             if is_why and (absence is None or since > absence.since):
                 self.absent_seconds.add((source, max(0.0, now - since)))
