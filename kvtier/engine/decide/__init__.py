@@ -1,1 +1,1 @@
-"""What a prefix costs to load or to compute, and where to cut it."""
+"""Estimates the cost of loading or computing a prefix, and decides where to cut it."""

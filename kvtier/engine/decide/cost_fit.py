@@ -1,18 +1,17 @@
 """Learns ``seconds = first * x + second * y`` from observations, while conditions change.
 
 Least squares with exponential forgetting (Haykin, *Adaptive Filter Theory*, "recursive least
-squares"). Neither coefficient is ever negative, and errors count in proportion to the expected
-time. While all observations are of one kind, ``x / y`` hardly varies, and both can't be separated:
+squares"). Neither coefficient is ever negative, and errors count relative to the expected time.
+While all observations are of one kind, ``x / y`` hardly varies, and the two can't be separated:
 then all time counts as ``second``.
 
-An observation far from the expected value is one of two things. An outlier must move the estimate
-little: it is bounded. A change must be followed at once: several far-off observations in a row, all
-on the same side, are a change, and then all that was learnt before is worthless. If hardly anything
-was learnt recently, one of them is enough.
+An observation far from the expected value is an outlier or a change. An outlier is bounded, so that
+it moves the estimate little. Several far-off observations in a row, all on the same side, are a
+change: the fit restarts with them. If hardly anything was learnt recently, one is enough.
 
-Rejected: numpy, whose solver takes longer than the formula for two coefficients, once for each job;
-a third coefficient, for what each step of the engine takes: costs are asked for by the token, so it
-must be spread over tokens, and the fit of two does that by the steps that there are.
+Rejected: numpy, whose solver takes longer for each job than the formula for two coefficients; a
+third coefficient, for the fixed time of an engine step: costs are needed by the token, so it would
+have to be spread over tokens, and the fit of two does that over the steps observed.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from typing import Final
 FAR: Final = 2.0
 """Far off: more than this factor between the expected and the seen value, either way."""
 
-FACTOR_MAX: Final = 4.0  #: that an outlier counts as being off at most, either way
-CHANGED: Final = 3  #: so many far-off observations in a row are a change
-SUPPORT_MIN: Final = 1.0  #: an expectation of less weight than one observation is not defended
+FACTOR_MAX: Final = 4.0  #: the most that an outlier counts as being off, either way
+CHANGED: Final = 3  #: this many far-off observations in a row are a change
+SUPPORT_MIN: Final = 1.0  #: with less weight than one observation, one far-off value is a change
 
 ALIKE: Final = 0.02
 """Minimum variance of ``x / y``, as a share of its mean square, to separate the coefficients."""
@@ -32,7 +31,7 @@ ALIKE: Final = 0.02
 ERROR_FIRST: Final = 0.5
 ERROR_MAX: Final = 2.0
 SECONDS_MIN: Final = 1e-6
-"""Nothing takes less, though a clock that stands still between two ticks may show 0."""
+"""The shortest time that counts: a coarse clock may show 0."""
 
 
 class CostFit:
@@ -47,7 +46,7 @@ class CostFit:
         self.restart()
 
     def restart(self, *observations: tuple[float, float, float]) -> None:
-        """Forget all, and learn from these: ``x``, ``y`` above 0, and seconds."""
+        """Learn from these only: ``x``, ``y`` above 0, seconds. Without any, coefficients stay."""
         self.weight = 0.0  #: of all observations; the newest has 1
         self.error = ERROR_FIRST
         self._sums = [0.0] * 5  # weighted, for the normal equations: xx, xy, yy, xs and ys
@@ -64,7 +63,7 @@ class CostFit:
         return bool(self._suspects) and not self._are_above
 
     def age(self, factor: float) -> None:
-        """Have earlier observations count less."""
+        """Multiply the weight of earlier observations by ``factor``."""
         self.weight *= factor
         self._sums = [factor * each for each in self._sums]
 
@@ -107,7 +106,7 @@ class CostFit:
         determinant = xx * yy - xy * xy
         if determinant <= ALIKE * xx * yy:
             return
-        if xx * ys < xy * xs:  # the second one would be negative
+        if xx * ys < xy * xs:  # ``second`` would be negative
             self.first, self.second = xs / xx, 0.0
         elif yy * xs > xy * ys:
             self.first = (yy * xs - xy * ys) / determinant

@@ -13,9 +13,9 @@ Blocks that are in the primary tier already cost nothing. Within a run of blocks
 is concave on either side of the point where that tier becomes the slowest, so the best cut is at an
 end of the run, or at that point: no other cuts are tried.
 
-Of several KV-cache groups, a prefix of ``n`` tokens needs blocks of all groups up to token ``n``:
-with full attention every block, with a window the last ones. Cuts are tried where a group's blocks
-change from one place to another, and at the end.
+With several KV-cache groups, a prefix of ``n`` tokens needs blocks of all groups up to token ``n``:
+with full attention every block, with a window the last ones. Cuts are tried where the blocks of a
+full-attention group change place, and at the end.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 
 NOWHERE: Final = -1
-"""The place of a block that no tier has which the request may use."""
+"""The place of a block that is in no tier that the request may use."""
 
 ASKING: Final = -2
-"""The place of a block about which tiers are being probed."""
+"""The place of a block that tiers are being probed for."""
 
 FREE: Final = -3
 """The place of blocks that are in the primary tier, or in flight to it."""
 
 CUTS_MAX: Final = 16
-"""Limit on cuts of several groups that are tried; of more, the last ones."""
+"""Limit on the cuts tried for several groups; of more, the last ones are tried."""
 
 _ALIKE: Final = 1e-9  # of seconds: a tie
 
@@ -87,7 +87,7 @@ class Estimates(NamedTuple):
     rates: Rates
     costs: Mapping[int, LoadCost]  #: by tier; a missing one is assumed to take no time
     computed_s: float = 0.0  #: until then, the engine computes earlier prompts
-    loads_end_s: tuple[float, ...] = ()  #: for the other requests that wait for loads
+    loads_end_s: tuple[float, ...] = ()  #: of the other requests that wait for loads
 
     def load_s(self, counts: Mapping[int, int]) -> float:
         """Return the time that loads from several tiers take if they are sent together."""
@@ -102,7 +102,7 @@ class Estimates(NamedTuple):
         """Return the time to a request's first token, plus how much longer others wait.
 
         A load that takes about as long as the engine is busy anyway is not free: it may take
-        longer. So the expected value of the later one counts.
+        longer. So the expected time of the later of the two counts.
         """
         apart_s = hypot(load_s - self.computed_s, load_s * self.spread())
         begins_s = (load_s + self.computed_s + apart_s) / 2
@@ -127,7 +127,7 @@ def _candidates(runs: Sequence[Run], estimates: Estimates) -> Iterator[tuple[int
         if where != FREE:
             before, cost = counts.get(where, 0), estimates.costs.get(where)
             if cost is not None and cost.block_s > 0:
-                # While other loads, or the engine, are busy, some blocks load for nothing.
+                # Some blocks load at no cost while other loads run, or the engine is busy.
                 others_s = max(free_s, estimates.load_s({**counts, where: 0}))
                 bend = (others_s - cost.latency_s) / cost.block_s - cost.outstanding - before
                 bend = min(max(bend, 0.0), count)
@@ -139,7 +139,7 @@ def _candidates(runs: Sequence[Run], estimates: Estimates) -> Iterator[tuple[int
 
 
 def _best(cuts: Sequence[tuple[int, int, dict[int, int]]], end: int, estimates: Estimates) -> Cut:
-    """Return the best of growing cuts: their lengths, their last tokens, their blocks by tier.
+    """Return the best of growing cuts, each its length, its last token and its blocks by tier.
 
     The first one loads nothing, the last one all.
     """
@@ -173,7 +173,7 @@ def best_prefix(
 ) -> Cut:
     """Return the best cut of a prefix of ``tokens``; its ``keys`` count tokens, 0 for none.
 
-    ``where``: the tier that has a block, or ``FREE``. ``first_token``: the GPU has those before.
+    ``where``: the tier that has a block, or ``FREE``. ``first_token``: the GPU has all before it.
     """
     cuts: list[tuple[int, int, dict[int, int]]] = [(0, first_token, {})]
     for end in (*_changes(groups, tokens, where)[-CUTS_MAX:], tokens):

@@ -3,19 +3,19 @@
 A step that computes ``n`` tokens of a request with ``c`` tokens already computed costs about
 ``linear * n + quadratic * (n² + 2 n c)`` seconds: weights are applied to each token, and each token
 attends to all before it. Both are fitted to steps (``kvtier/engine/decide/cost_fit.py``).
-``n² + 2 n c`` is ``(n + c)² - c²``, so a prompt costs the same in one step as in many. What each
-step takes besides is part of ``linear``, so steps much smaller than others are ignored, as are
-those that compute no prompt: an idle engine seems to take long for one.
+``n² + 2 n c`` is ``(n + c)² - c²``, so a prompt costs the same in one step as in many. A step's
+fixed time is part of ``linear``, so steps much smaller than others are ignored, as are those that
+compute no prompt: an idle engine seems to take long for one.
 
 An engine may schedule a step while the one before it runs (async scheduling, the default on GPUs).
-Then the interval after a step is the time of the step before, and that after the step of a short
-prompt seems to show that it costs nothing. vLLM gives a manager no configuration to read that from.
-But steps that compute prompts are the long ones: so the lag counts with which they take longest.
+Then the interval after a step is the time of the step before, and a short prompt seems to cost
+nothing. vLLM gives a manager no configuration that shows this. But steps that compute prompts are
+the long ones, so the lag with which they take longest is used.
 
-Rejected: a fit for each lag, and the one that predicts best. While prompts take one step each, both
-predict as well, and noise decides.
+Rejected: a fit for each lag, using the one that predicts best. While prompts take one step each,
+both predict equally well, and noise decides.
 
-Given ``tokens_per_s``, that rate counts, and nothing is learnt.
+Given ``tokens_per_s``, that rate is used, and nothing is learnt.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LAG_MAX: Final = 1
 """In steps: with async scheduling, a step's time is seen one interval later."""
 
 SMALL_SHARE: Final = 1 / 4
-"""Share of the largest recent step. The time of a smaller step is mostly what each step takes."""
+"""Share of the largest recent step. A smaller step's time is mostly the fixed time of any step."""
 
 LONGER: Final = 1.1
-"""With another lag, steps must take so many times as long: noise decides nothing."""
+"""With another lag, steps must take this many times as long, so that noise does not decide."""
 
 OBSERVATIONS_MIN: Final = 3
-"""Number of steps that computed prompts from which on the fit counts."""
+"""The fit is used after this many steps that computed prompts."""
 
 
 class PrefillSpeed:
@@ -48,7 +48,7 @@ class PrefillSpeed:
         self.rates = Rates(1 / tokens_per_s, 0.0) if tokens_per_s is not None else None
         self.lag = 0  #: how many steps later a step's time is seen
         self._fit = CostFit(FORGETTING)
-        self._shares = [0.0] * (LAG_MAX + 1)  # by lag: steps' time, as a share of it and the usual
+        self._shares = [0.0] * (LAG_MAX + 1)  # by lag: mean of time / (time + expected time)
         self._before = [(0, 0)] * LAG_MAX  # tokens and attention of the steps before, latest first
         self._observed = 0
         self._tokens_max = 1.0
@@ -59,7 +59,7 @@ class PrefillSpeed:
         ``tokens``: prompt tokens computed; ``attention``: the sum of ``n² + 2 n c`` over requests.
         ``seconds`` is None if the engine was idle for some of that time. Steps come in order.
         Steps that compute no prompt may be left out, after ``LAG_MAX`` of them.
-        Returns the expected seconds of the step that has ended now, if it computed a prompt.
+        Returns the time expected of the step that ``seconds`` measures; None: unknown, no prompt.
         """
         if self._is_configured:
             return None

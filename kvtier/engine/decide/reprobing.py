@@ -4,9 +4,9 @@ A declined tier yields no new measurements. So now and then a request loads a fe
 and waits for them no longer than a small share of the time that it computes anyway. The tier is
 tried again:
 
-- after ``REQUESTS`` that declined it, once all blocks that it was asked for have come back: that
-  bounds the cost of reprobing, as a share of computing, however many requests come;
-- after a time, even if blocks are outstanding. That time grows while nothing becomes better, so
+- after ``REQUESTS`` requests that declined it, once it has no blocks outstanding: that bounds the
+  cost of reprobing, as a share of computing, however many requests come;
+- after an interval, even if blocks are outstanding. It doubles while the tier does not improve, so
   that little is sent to a tier that hangs;
 - by the next request, if the last try was far faster than expected. A single observation that is
   far off moves an estimate little, and several in a row count as a change

@@ -3,12 +3,12 @@
 A job that was sent when ``blocks`` were outstanding at the tier, its own included, takes
 ``latency_s + block_s * blocks``. That is fitted to the jobs that ended
 (``kvtier/engine/decide/cost_fit.py``). An observation weighs half as much after three more, and
-after ``HALF_LIFE_S`` without any. While all jobs were about as long, a longer load is expected to
-take longer, rather than to cost nothing more.
+after ``HALF_LIFE_S`` without any. While all jobs have been about equally long, time is taken to be
+proportional to the blocks.
 
 A job that was given up took at least as long as it was waited for. A wait that has lasted for
 ``t`` will often last as long again, so it counts as twice that. If the job ends after all, that is
-an observation like others.
+an observation like any other.
 
 Times are seconds of the clock of its link, which passes them in; no clock is read here.
 """
@@ -27,7 +27,7 @@ GIVEN_UP_FACTOR: Final = 2.0
 
 
 class TransferEstimate:
-    """The transfer estimate of one tier. ``spread``: its usual error, as a share of it."""
+    """The estimate for one tier. ``spread``: its usual error, as a share of the estimate."""
 
     def __init__(self) -> None:
         self._fit = CostFit(FORGETTING)
