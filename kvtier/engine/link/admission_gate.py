@@ -107,7 +107,7 @@ class AdmissionGate(Actor):
         if not self._broke:
             try:
                 return call(*what)
-            except Exception as error:  # noqa: BLE001 - a policy may be anybody's
+            except Exception as error:  # noqa: BLE001 - a policy may be third-party code
                 self._note_broken(error)
         return None
 

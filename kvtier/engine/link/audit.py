@@ -49,5 +49,5 @@ class LinkAudit:
 
     @property
     def breaker(self) -> BreakerState:
-        """The worst of the three."""
+        """The most restrictive state of the three."""
         return worst(self.breakers.values())

@@ -1,16 +1,16 @@
 """Decides when a tier is given work: circuit breakers, as in Nygard's *Release It!*.
 
-What the machine is for: work that is given to a tier which fails costs requests their patience and
-slots their use. So a failing tier counts as having no block and as taking none, and only a trial
-now and then shows whether it is well again.
+Purpose of the machine: work sent to a failing tier makes requests wait in vain, and ties up slots.
+So a failing tier counts as having no block and as taking none, and only a trial now and then shows
+whether it is well again.
 
-How it couples with others: ``TierHealth`` holds the breakers of a tier, and counts a failing peer
-of a tier with several as one failure. A connection that is lost (``tier_health.py``) stops work
-without moving a breaker: no deadline need pass. A stall (``flights.py``) opens it at once,
-since whatever is sent next would wait behind it. A host whose cell breaks disables all breakers
+Coupling with others: ``TierHealth`` holds the breakers of a tier. For a tier with several peers, a
+failing peer counts as one failure. A lost connection (``tier_health.py``) stops work without moving
+a breaker: no deadline need pass. A stall (``flights.py``) opens a breaker at once, since any work
+sent next would wait behind it. A host whose cell breaks disables all breakers
 (``kvtier/hosts/life.py``), and a new cell enables them.
 
-A tier has one for each kind of work, since one kind may go on while another fails. Legal
+A tier has a breaker for each kind of work, since one may go on while another fails. Legal
 moves are the rows of ``BREAKER_TABLE``; ``Breaker`` adds the rest, the counting and the
 pauses: after ``failures_max`` failures in a row, or as soon as the work stalls, it opens for
 ``pause_s``. Then it is half-open: one piece of work is tried. A failure opens it again, for
@@ -19,8 +19,8 @@ was lost with the server proves nothing, so another follows. All breakers of a t
 disabled until it is restarted.
 
 Failures are counted in a row and not as a rate: with a rate, the few jobs of a quiet hour would
-decide. A slow tier is none of the breaker's business: how much it is given at once follows from
-its times (``pacing.py``).
+decide. A slow tier is not the breaker's concern: its measured times limit how much it is given at
+once (``pacing.py``).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Breaker:
         return may
 
     def succeeded(self) -> None:
-        """Note that the tier did some work."""
+        """Note that the tier completed a piece of work."""
         self._failures = 0
         if self.state is BreakerState.HALF_OPEN:
             self._move(BreakerEvent.SUCCEEDED)
@@ -162,7 +162,7 @@ class Breaker:
             self._move(BreakerEvent.BROKE)
 
     def on_restart(self) -> None:
-        """Trust a fresh cell."""
+        """Send work again: a fresh cell serves the tier."""
         self._move(BreakerEvent.RESTARTED)
         self._failures = 0
         self._pause_s = self._first_pause_s

@@ -1,26 +1,26 @@
-"""Flights: the jobs and probes that a tier was sent and has not ended.
+"""Tracks flights: the jobs and probes that were sent to a tier and have not ended.
 
 Part of a link's actor. A job or probe is in flight from ``begin`` until its tier ends it, whether
-or not anybody waits for it by then. Meanwhile three things end, each once and for good:
+or not a request still waits for it. Meanwhile it loses three properties, each once:
 
 - it is *awaited* until its request has lost patience, or its tier is late with it;
 - it is *watched* until its tier is late with it: only the end of a watched flight shows whether the
   tier is well;
 - it *takes room*, of which a tier has as much as it completes soon (``pacing.py``), until its tier
-  is late with it, or nobody waits for its answer any more.
+  is late with it. An awaited probe also loses the room, and is awaited no more, at its deadline.
 
-Slow is not failing: no flight has a deadline of its own. It is late once no flight of its
-kind has ended for as long as the tier may take for one, or once it was overtaken for as long:
-one sent after it has ended, and it has not. So neither a queue in front of a slow tier nor a slow
-neighbour makes a flight late. A tier that hangs does, and so does a single call that hangs while
-others go on. Each peer of a tier is watched by itself: progress at one shows nothing about another.
-Only time that the tier's process could use is counted.
+Slow is not failing: a flight is not late because of its own age. It is late once no flight of its
+kind has ended for as long as the tier may take for one, or once that long has passed since a later
+flight ended. So neither a queue in front of a slow tier nor a slow neighbour makes a flight late. A
+tier that hangs does, and so does a single call that hangs while others go on. Each peer of a tier
+is watched separately: progress at one shows nothing about another. Only time in which the tier's
+process could run is counted.
 
 A flight counts as begun when it is sent, since a link sends no more than its tier completes soon.
 
-# Invariant: what is watched was begun, and has neither ended nor been called late.
+# Invariant: a watched flight was begun, and has neither ended nor been called late.
 #            Checked: begin, a_link_watches_what_it_waits_for.
-# Invariant: what is outstanding are the blocks of the jobs in flight.
+# Invariant: the outstanding blocks are those of the jobs in flight.
 #            Checked: _remove, what_is_outstanding_is_in_flight.
 """
 
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 class LinkTime:
     """The time at one link, in seconds of the runtime's clock.
 
-    It is that of the last Tick, or that at which a message of the tier arrived, if that is later:
-    between two Ticks the engine may compute for seconds, and work that a link sends with the
-    earlier time counts as seconds old at the next one.
+    It is that of the last Tick, or of the tier's last message if that arrived later: between two
+    Ticks the engine may compute for seconds, and work sent with the earlier time would count as
+    seconds old at the next one.
 
     While a tier's process is ready to run but the machine runs others, its silence shows nothing.
     """
@@ -56,7 +56,7 @@ class LinkTime:
 
     @property
     def given(self) -> float:
-        """The time less the tier's process's waits for a processor: only differences matter."""
+        """The time, less the tier's process's waits for a processor: only differences matter."""
         return self.now - self._not_run_s
 
     def pass_to(self, now: float) -> None:
@@ -64,7 +64,7 @@ class LinkTime:
         self.now = now
 
     def leave_out(self, seconds: float) -> None:
-        """Note for how long the tier's process was not run, though it was ready to."""
+        """Note for how long the tier's process was ready to run but did not."""
         self._not_run_s += seconds
 
 
@@ -90,12 +90,12 @@ class Flight:
         self.size = size
         self.started = since  #: when it was sent; until then, when the link received it
         self.number = 0  #: its number in messages, from 1
-        self.peer = ""  #: the address that is to do it, if its tier has several
+        self.peer = ""  #: the address of the peer that is to do it, if its tier has peers
         self.backlog = 0  #: blocks outstanding at the tier when it was sent, its own included
-        self.deadline = NEVER  #: the latest time until which it is waited for
+        self.deadline = NEVER  #: passed to its tier; an awaited probe becomes a miss then
         self.overtaken_at = NEVER
         self.is_awaited = True
-        self.is_lost = False  #: it takes no room at its tier
+        self.is_lost = False  #: whether it takes no more room at its tier
 
     def assign(self, peer: str) -> None:
         """Set the peer of its tier that is to do it."""
@@ -112,14 +112,14 @@ class Flights(Generic[F]):
         """``first_blocks`` and ``limit_s`` are those of ``Pacing``."""
         self.pacing = Pacing(first_blocks, limit_s)
         self.outstanding = 0  #: blocks at the tier, or on their way there and back
-        self.left = 0  #: number of flights that nobody waits for
+        self.left = 0  #: number of flights that are not awaited any more
         self.left_blocks = 0  #: their blocks
         self._time = time
         self._flights: dict[int, F] = {}  # in the order of sending
         # One for each peer that has watched flights.
         self._watches: defaultdict[str, _Watch[F]] = defaultdict(_Watch)
         self._lost_blocks = 0  # outstanding, without taking room
-        self._ended: list[tuple[F, float]] = []  # since the last look, complete; and the end
+        self._ended: list[tuple[F, float]] = []  # complete, since the last look; and when
 
     def __iter__(self) -> Iterator[F]:
         """Iterate over a copy of the flights, in the order in which they were sent."""
@@ -135,7 +135,7 @@ class Flights(Generic[F]):
 
     @property
     def awaited(self) -> int:
-        """The number of flights that somebody waits for."""
+        """The number of awaited flights."""
         return len(self._flights) - self.left
 
     @property
@@ -170,7 +170,7 @@ class Flights(Generic[F]):
         """Note that a job or probe is sent now. Its number is larger than earlier ones."""
         assert number not in self._flights, "a number is given once"
         now = self._time.now
-        if self.is_idle:  # it was not looked at meanwhile
+        if self.is_idle:  # no look was taken meanwhile
             self.pacing.look(now, is_busy=False)
         self.outstanding += flight.size
         flight.number, flight.started, flight.backlog = number, now, self.outstanding
@@ -181,20 +181,20 @@ class Flights(Generic[F]):
         flight.deadline = now + 2 * self.pacing.late_after_s
 
     def leave(self, flight: F) -> None:
-        """Note that nobody waits for a flight any more; its end still counts."""
+        """Note that a flight is not awaited any more; its end still counts."""
         assert flight.is_awaited, "a flight is left once"
         flight.is_awaited = False
         self.left += 1
         self.left_blocks += flight.size
 
     def lose(self, flight: F) -> None:
-        """Have a flight take no more room at its tier: it takes too long, whatever the cause."""
+        """Free the room that a flight takes at its tier: it takes too long, whatever the cause."""
         if not flight.is_lost:
             flight.is_lost = True
             self._lost_blocks += flight.size
 
     def withdraw(self, flight: F) -> None:
-        """Note that a flight was not sent after all, or that its end is of no more use."""
+        """Note that a flight was not sent after all, or that its end no longer matters."""
         if (watch := self._watches.get(flight.peer)) is not None:
             watch.remove(flight)
         self._remove(flight)
@@ -223,9 +223,9 @@ class Flights(Generic[F]):
     # --- at a look of its link ---
 
     def pop_late(self) -> list[tuple[str, list[F], bool]]:
-        """Return each peer's late flights, and whether the peer is stalled: then it is all of them.
+        """Return each peer's late flights, and whether the peer is stalled: then all are late.
 
-        They are watched no more, and take no more room.
+        The late ones are not watched any more, and take no more room.
         """
         given, limit_s = self._time.given, self.pacing.late_after_s
         found = []
@@ -243,8 +243,8 @@ class Flights(Generic[F]):
     def seconds(self, flight: F, at: float) -> float:
         """Return how long a flight took that ended ``at`` that time of the tier's clock.
 
-        It ended when its tier says so, not when its link looks: that is late if the engine computes
-        for long. If the reported time can't be true, the link's counts.
+        The tier's time counts, not that of the link's look, which is late if the engine computes
+        for long. If the tier's time can't be true, the link's counts.
         """
         now = self._time.now
         return (at if flight.started < at < now else now) - flight.started
@@ -253,7 +253,7 @@ class Flights(Generic[F]):
         """Learn from flights that have ended; return their expected and their actual seconds.
 
         By the link's clock, loads would seem slow while the engine computes, and even more requests
-        would compute. While it is idle, this need not be called.
+        would compute. While no flight is left, this need not be called.
         """
         expected_s = took_s = 0.0
         now = self._time.now
@@ -271,7 +271,7 @@ class Flights(Generic[F]):
     # --- the tier's life ---
 
     def lose_all(self) -> list[F]:
-        """Return the watched flights of a tier that broke, which are watched no more."""
+        """Stop watching the flights of a tier that broke; return those that were watched."""
         lost = [flight for flight in self if self.is_watched(flight)]
         self._watches.clear()
         for flight in lost:
@@ -279,7 +279,7 @@ class Flights(Generic[F]):
         return lost
 
     def pop_all(self) -> list[F]:
-        """Return all flights, late or not, and forget them: nothing is left of the tier."""
+        """Forget all flights, late or not, and the tier's speed; return the flights."""
         flights = list(self._flights.values())
         self._flights.clear()
         self._watches.clear()

@@ -1,8 +1,8 @@
 """Defines the loads and stores of a tier's link, which wait until their tier has room for them.
 
-Part of a link's actor. A request's blocks go in the order in which they were asked for, which is
-head to tail, and requests in the order in which they first asked: that is the order in which vLLM
-runs them. So a request that comes back for its next blocks does not queue behind later requests.
+Part of a link's actor. A request's blocks are sent in the order in which they were requested, from
+head to tail; requests in the order of their first blocks, in which vLLM runs them. So a request
+that comes back for its next blocks does not queue behind later requests.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Job(Flight):
         return tuple(compress(self.keys, [outcome is Outcome.DONE for outcome in outcomes]))
 
     def blocks_of(self, chosen: Sequence[bool]) -> m.Cascade:
-        """Return the chosen blocks of a store job as a Cascade, as they came; one bool a block."""
+        """Return the chosen blocks of a store job as a Cascade again; one bool for each block."""
         keys, slots = tuple(compress(self.keys, chosen)), tuple(compress(self.slots, chosen))
         return m.Cascade(self.request, keys, slots, self.epoch)
 
@@ -119,9 +119,9 @@ class Transfers(Flights[Job]):
         return self.waiting.blocks + self.outstanding
 
     def add_load(self, message: m.Promote, now: float) -> None:
-        """Have a load wait for the tier; its request waits for longer if that is slow by now."""
+        """Queue a load for the tier; its request waits longer for it if the tier is slow now."""
         patience_s = message.patience_s
-        if self._are_apart:  # it may never come, from a tier that serves others meanwhile
+        if self._are_apart:  # it may never come, though the tier serves others meanwhile
             patience_s = min(patience_s, self.pacing.limit_s)
         elif (cost := self.cost(self.waiting.blocks)) is not None:
             patience_s = cost.patience_s(len(message.keys), patience_s, message.patience_max_s)
@@ -130,10 +130,10 @@ class Transfers(Flights[Job]):
     def pop_next(self, *, whole: bool) -> Job | None:
         """Return the job to send next; None: none waits, or the tier has enough work.
 
-        ``whole``: the tier is given all waiting blocks of a request message at once.
+        ``whole``: the job gets all waiting blocks of its message.
         """
         blocks_max = self.waiting.blocks
-        if not (whole or self._are_apart):  # apart, a request may get no blocks but these
+        if not (whole or self._are_apart):  # apart, it may get only those requested first
             half = max(1, self.pacing.window // 2)  # while one ends, the tier should have another
             blocks_max = min(self.room, self._job_blocks_max, half, blocks_max)
         if blocks_max <= 0:
@@ -173,7 +173,7 @@ class WaitingJobs:
     """The waiting jobs of one tier and one kind of work."""
 
     def __init__(self, *, remembers: bool) -> None:
-        """``remembers``: a request keeps its place until ``pop_request``, even without blocks."""
+        """``remembers``: requests keep their places, even without blocks, until forgotten."""
         self.blocks = 0  #: number of waiting blocks
         self._remembers = remembers
         self._parts: dict[RequestId, deque[_Part]] = {}  # in the order of the requests
@@ -183,13 +183,13 @@ class WaitingJobs:
         return self.blocks > 0
 
     def add(self, message: m.Promote | m.Cascade, now: float) -> None:
-        """Have a message's blocks wait, behind its request's others."""
+        """Queue a message's blocks, behind its request's others."""
         if message.keys:
             self._parts.setdefault(message.request, deque()).append(_Part(message, now))
             self.blocks += len(message.keys)
 
     def pop(self, blocks_max: int) -> Job:
-        """Return up to ``blocks_max`` of the next blocks as a job. At least one must wait."""
+        """Remove and return up to ``blocks_max`` of the next blocks. At least one must wait."""
         request, parts = next((name, parts) for name, parts in self._parts.items() if parts)
         job = self._pop(parts, min(blocks_max, parts[0].blocks))
         if not (parts or self._remembers):
@@ -197,11 +197,11 @@ class WaitingJobs:
         return job
 
     def pop_all(self) -> list[Job]:
-        """Return all that waits, which will not be sent."""
+        """Remove and return all waiting jobs, which will not be sent."""
         return [*self._pop_where(lambda _: True)]
 
     def pop_request(self, request: RequestId) -> list[Job]:
-        """Return the waiting jobs of a request that is over; it comes last if it comes again."""
+        """Remove and return the waiting jobs of a request, which loses its place."""
         parts = self._parts.pop(request, None)
         jobs = []
         while parts:
@@ -214,11 +214,11 @@ class WaitingJobs:
             self._parts.pop(request, None)
 
     def pop_due(self, now: float) -> list[Job]:
-        """Return the jobs that have waited for as long as their requests have patience."""
+        """Remove and return the jobs that have waited as long as their requests have patience."""
         return [*self._pop_where(lambda part: part.is_due(now))]
 
     def pop_before(self, epoch: int) -> list[Job]:
-        """Return the jobs from before an epoch."""
+        """Remove and return the jobs from before an epoch."""
         return [*self._pop_where(lambda part: part.message.epoch < epoch)]
 
     def slots(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Decides how much work of one kind a tier is given at once, by how long it takes for it.
+"""Limits the work of one kind that a tier is given at once, by the time that it takes.
 
 The keys of probes are treated like the blocks of jobs.
 
@@ -8,8 +8,8 @@ tier can be neither reordered nor withdrawn. But each of its threads gets a bloc
 speed is given the work that a slow one completes before it would count as stalled.
 
 That limit does not follow from the estimate, which can't separate latency and throughput while all
-jobs are about as long. It falls only if a job shows that the work outstanding with it took longer
-than that, and rises if it took less than half while the tier had about as much as it may have.
+jobs are about equally long. It falls only if a job shows that the work outstanding with it took
+longer, and rises if it took less than half the time while the tier had at least half the limit.
 
 Part of a link's actor, whose clock is that of its Ticks.
 """
@@ -31,8 +31,8 @@ LATENCIES: Final = 2.0
 """In units of its latency: a tier that is slow to answer is given work for this long."""
 
 LOOKS: Final = 4.0
-"""In units of the time between two Ticks: a job may have been sent one before it was noted, and
-its end is seen at the next."""
+"""In units of the time between two looks of the link: the tier may take up a job one later, and
+the job's end is seen at the next."""
 
 BLOCK_S_MIN: Final = 1e-9
 """A smaller fitted time per block counts as zero: then only the latency is reported."""
@@ -44,7 +44,7 @@ LOOK_HALF_LIFE_S: Final = 5.0
 WINDOW_BLOCKS_MAX: Final = 1 << 20
 
 SLOWER: Final = 4.0
-"""Work may take this many times as long as expected, besides the limit of its tier."""
+"""Work may take this many times as long as expected, on top of its tier's limit."""
 
 
 class Pacing:
@@ -80,13 +80,13 @@ class Pacing:
         self._allowance_s = min(SLOWER * expected_s, self.limit_s)
 
     def restart(self) -> None:
-        """Note that a new cell serves the tier: nothing is known of it."""
+        """Forget what was learnt: a new cell may serve the tier."""
         self._estimate = TransferEstimate()
         self._speed = None
         self.window = self._first_blocks
 
     def look(self, now: float, *, is_busy: bool) -> None:
-        """Note that the link looks at what has ended, and whether the tier has had work."""
+        """Note that the link looks for ended work, and whether the tier has had work."""
         passed_s, self._looked_at = now - self._looked_at, now
         self._look_s *= 0.5 ** (passed_s / LOOK_HALF_LIFE_S)
         if is_busy:
@@ -109,7 +109,7 @@ class Pacing:
         self._speed = None
 
     def _fit_window(self, blocks: int, seconds: float) -> None:
-        """Adapt the window to a job: the time it took with ``blocks`` outstanding."""
+        """Adapt the window to a job that took ``seconds`` with ``blocks`` outstanding."""
         latencies_s = LATENCIES * self._estimate.latency_s
         enough_s = max(WINDOW_S, LOOKS * self._look_s, latencies_s)
         if seconds > enough_s:

@@ -6,7 +6,7 @@ time only, then looked up again.
 
 A purge, an expiry or a folder that vanished removes hundreds of thousands of blocks at once. A step
 reports some of them. The rest waits, and so does every later change behind it. Otherwise a block
-that is stored again meanwhile would be taken for gone in the end, or the reverse.
+that is stored again meanwhile would end up counted as gone, or the reverse.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
 
 GONE_A_STEP: Final = 1024
-"""Limit on removed blocks reported in a step, besides the rest of a message: some milliseconds,
+"""Limit on removed blocks reported in a step, plus the rest of a message: some milliseconds,
 with all the work that follows."""
 
 
@@ -59,8 +59,8 @@ class PresenceFeed:
         self._primary = primary
         self._events = EventLog(number, collects=collects)
         self._presence = FadingPresence(keys_max)
-        self._tells_by_itself = False  # the backend reports what it gains and loses
-        self.is_shared = True  #: whether what one request finds in the tier, all others do
+        self._tells_by_itself = False  # the backend reports the blocks it gains and loses
+        self.is_shared = True  #: whether all requests find the same blocks in the tier
         self.since = 0  #: the epoch in which the generation began
         self._now = 0.0
         self._untold: deque[_Change] = deque()  # oldest first
@@ -120,7 +120,7 @@ class PresenceFeed:
     def pass_time(self, now: float) -> None:
         """Report more waiting changes, and stop assuming blocks that others may have evicted.
 
-        The latter is not a removal.
+        No KV event reports the latter.
         """
         self._now = now
         self._gone_left = self.gone_a_step

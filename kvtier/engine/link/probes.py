@@ -93,7 +93,7 @@ class Probes:
         self._flights.pacing.set_calls_max(calls_max)
 
     def begin_generation(self, mark: bytes) -> None:
-        """Probe for another generation from now on; answers about earlier ones are not awaited."""
+        """Probe for another generation from now on; answers about earlier ones are ignored."""
         self._mark = mark
         self._waiting.pop_all()
 
@@ -158,7 +158,7 @@ class Probes:
         is_watched = self._flights.is_watched(probe)
         is_sound = len(message.present) == len(probe.keys)
         self._flights.end(probe, is_whole=is_sound and probe.is_awaited)
-        if is_sound and is_watched:  # else only its request lost patience, or nobody ran the tier
+        if is_sound and is_watched:  # awaited or not: its request may just be impatient
             self._health.succeeded(Work.PROBE, probe.peer)
         if probe.is_awaited:
             self.seconds.add(self._time.now - probe.started)
@@ -190,7 +190,7 @@ class Probes:
             if probe.is_awaited and probe.started <= since:
                 self._leave(probe)
             elif probe.is_awaited and probe.deadline <= now:
-                self._lose(probe)  # the tier may be healthy: whoever watches it decides
+                self._lose(probe)  # the tier may be healthy: ``pop_late`` decides that
         self._end_unasked(self._waiting.pop_impatient(since))
         self.send_waiting()
 
@@ -202,7 +202,7 @@ class Probes:
             self._leave(probe)
 
     def _leave(self, probe: Probe) -> None:
-        """End a probe as a miss. A late answer is still used, but for all except the latest."""
+        """End a probe as a miss. Its late answer is still used, unless too many others are due."""
         self._flights.leave(probe)
         while self._flights.left > self._probes_max:
             self._flights.withdraw(next(each for each in self._flights if not each.is_awaited))
@@ -220,7 +220,7 @@ class Probes:
         self._end_unasked(self._waiting.pop_all())
 
     def _end_unasked(self, probes: Iterable[Probe]) -> None:
-        """End probes that were not sent as misses."""
+        """End unsent probes, as misses."""
         for probe in probes:
             self._tell(probe, (False,) * probe.size)
 

@@ -1,4 +1,4 @@
-"""Relays what the link itself does not need: notices of requests, and of the use of blocks.
+"""Relays notices that the link itself does not need: of requests, and of the use of blocks.
 
 Part of a link's actor.
 """
@@ -29,14 +29,14 @@ SEND_S: Final = 0.1
 
 
 class RequestRelay:
-    """Sends a request-scoped tier what it is to know of requests, in order."""
+    """Sends a request-scoped tier the notices about its requests, in order."""
 
     def __init__(self, number: int, tier: Mailbox, primary: Mailbox) -> None:
         """``number``: the tier's."""
         self._number = number
         self._tier = tier
         self._primary = primary
-        self._unsent: deque[OfRequests] = deque()  # since the tier's mailbox was full
+        self._unsent: deque[OfRequests] = deque()  # until the tier's mailbox has room
         self._peers: dict[RequestId, str] = {}  # of the open requests that name one
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
@@ -64,7 +64,7 @@ class RequestRelay:
         return bool(self._unsent)
 
     def want(self, message: wire.BlocksWanted, since: int) -> None:
-        """Pass on blocks that the tier wants, if of the generation that began at ``since``."""
+        """Request blocks that the tier wants, if of the generation that began at ``since``."""
         if message.since == since:
             self._primary.post(structs.replace(message, tier=self._number))
         else:
@@ -79,8 +79,8 @@ class RequestRelay:
 class AccessRelay:
     """Notifies a tier that evicts of the use of its blocks.
 
-    Notices are collected, and sent before the next store, which may evict; otherwise with a tick
-    now and then: sent with each tick, they would cost most steps a system call, some 15 us.
+    Notices are collected, and sent before the next store, which may evict; otherwise with a tick,
+    every ``SEND_S`` or so: with each tick, they would cost most steps a system call, some 15 us.
     """
 
     def __init__(self, tier: Mailbox) -> None:

@@ -9,12 +9,12 @@ its failures open a breaker of its own. For the tier, a peer whose breaker opens
 failure, which a success of any other peer cancels. So the tier's breaker opens only if several
 peers fail and none does any work.
 
-Addresses come with requests, from any client, so only those that have failed are kept, and few.
+Addresses come with requests, from any client, so only failing ones are kept, up to a limit.
 
 A backend that needs a server reports the state of its connection. While it has none, the link
-gives the tier nothing to do. This complements the circuit breaker, which detects a sick tier by
-failures only, one deadline after the other. A backend that reports nothing has no
-server, and counts as connected.
+gives the tier no work. This complements the circuit breaker, which detects a sick tier by its
+failures only, one deadline after the other. A backend that reports nothing has no server, and
+counts as connected.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NAMES: Final = {Work.PROBE: "probes", Work.LOAD: "loads", Work.STORE: "stores"}
 NOT_LOADED: Final = "blocks_not_loaded"
 NOT_STORED: Final = "blocks_not_stored"
 LOST: Final = {Work.PROBE: (), Work.LOAD: (NOT_LOADED,), Work.STORE: (NOT_STORED,)}
-"""Fields of the line that a tier is back."""
+"""Fields of the log line "tier is back", by kind of work."""
 
 
 class ServerConnection:
@@ -92,11 +92,11 @@ class ServerConnection:
 
 
 class TierRecord(NamedTuple):
-    """How often a tier's work of a kind has gone well, and how often not."""
+    """How often a tier's work of one kind succeeded, and how often it failed."""
 
-    worked: int  #: probes left out: one that finds nothing shows little
+    worked: int  #: without probes: one that finds nothing shows little
     failed: int
-    is_bypassed: bool  #: whether it is given no work of some kind now
+    is_bypassed: bool  #: whether some of this work is not sent now
 
 
 def _works(*, stores: bool) -> tuple[Work, ...]:
@@ -133,7 +133,7 @@ class TierHealth:
         self._primary = primary
         self._log = log
         self._told = (True, True)
-        self._bypassed: set[Work] = set()  # on request
+        self._bypassed: set[Work] = set()  # by ``bypass``
         self._worked = dict.fromkeys(Work, 0)
         self._failed = dict.fromkeys(Work, 0)
         self._lost_loads = 0  # blocks whose load failed or was given up since one succeeded
@@ -147,7 +147,7 @@ class TierHealth:
 
     @property
     def is_disabled(self) -> bool:
-        """Whether the tier broke."""
+        """Whether the tier broke, and was not restarted."""
         return self._breakers[Work.LOAD].state is BreakerState.DISABLED
 
     def record(self, *, stores: bool) -> TierRecord:
@@ -199,7 +199,7 @@ class TierHealth:
             self.tell_usable()
 
     def succeeded(self, work: Work, peer: str) -> None:
-        """Note that the tier did some work. ``peer``: which of its peers, if it has several."""
+        """Note that work succeeded. ``peer``: which peer of the tier did it, if it has peers."""
         opened_at = self._peers.succeeded(work, peer)
         if opened_at is not None:
             self._say_back("peer is back", f"{NAMES[work]} from {peer} go on", opened_at)
@@ -303,7 +303,7 @@ class TierHealth:
 
 
 PEERS_MAX: Final = 256
-"""Limit on breakers kept: beyond it, the one that has been kept for longest is forgotten."""
+"""Limit on breakers kept: beyond it, the oldest is forgotten."""
 
 
 class PeerHealth:
@@ -345,7 +345,7 @@ class PeerHealth:
     def change(
         self, work: Work, peer: str, change: Callable[[Breaker, float], None], now: float
     ) -> bool:
-        """Note a failure, by a method of its breaker. True: the breaker opens."""
+        """Note a failure with a method of its breaker; return whether the breaker opens."""
         breaker = self._failing.get((peer, work))
         if breaker is None:
             if len(self._failing) >= PEERS_MAX:

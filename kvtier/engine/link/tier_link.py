@@ -5,16 +5,16 @@ detects when the tier makes no progress any more, and sends a failing one no wor
 (``kvtier/engine/link/circuit_breaker.py``). Whatever the tier does or doesn't do, the primary tier
 gets exactly one answer to each of these:
 
-- a probe: ``ProbeEnded``;
+- a probe: ``ProbeEnded``, or ``ProbesWithdrawn`` if it was withdrawn before it was sent;
 - a promotion: ``PromotionEnded``; ``PromotionWithdrawn`` if it was withdrawn before it was sent;
   or, when the tier is late or its request has lost patience, ``PromotionAbandoned`` and later,
   when the tier has released the slots, ``PromotionLate`` or ``SlotsReleased``;
 - a cascade: ``CascadeEnded`` or, for blocks that the tier does not have, ``CascadeDeferred``; only
   when the tier has released the slots.
 
-All that it sends has the mark of the generation that its primary tier is in
-(``kvtier/core/generations.py``). Answers to earlier messages are accounted for, but otherwise
-ignored: they do not show which blocks can be found now.
+Each job and probe has the mark of the generation that the primary tier is in
+(``kvtier/core/generations.py``). Answers about an earlier generation are accounted for, but
+otherwise ignored: they do not show which blocks can be found now.
 
 An answer whose id isn't in flight is counted and otherwise ignored.
 """
@@ -67,7 +67,7 @@ class TierLink(Actor):
         log: Mailbox,
         collect_events: bool,
     ) -> None:
-        """``number``: the tier's. ``meet`` its backend before the first job."""
+        """``number``: the tier's. Call ``set_traits`` before the first job."""
         self._relay = relay = RequestRelay(number, tier, primary)
         self.primary = primary
         self.tier = tier
@@ -77,7 +77,7 @@ class TierLink(Actor):
         self._read_share = ReadShare(self.counts)
         self.ended_jobs: Observed[JobObservation] = Observed()
         self.tells_uses = False  #: whether the tier evicts, and so needs reports of use
-        self.serves_others = False  #: whether it asks for blocks by itself
+        self.serves_others = False  #: whether it requests blocks by itself
         self.write_backlog = WriteBacklog(number, config, self.counts, relay, primary)
         self._number = number
         self._config = config
@@ -108,7 +108,7 @@ class TierLink(Actor):
         self._is_told = False  # whether the tier was notified of the generation
         self._uses = AccessRelay(tier)
         self._was_idle = True  # at the last Tick
-        self._rests = False  # as far as known: nothing was received since it was looked at
+        self._rests = False  # known to be at rest: no message came since
         handlers = {kind: partial(self._hear, each) for kind, each in self._all_handlers().items()}
         super().__init__(f"link:{config.tiers[number].name}", handlers)
 
@@ -173,7 +173,7 @@ class TierLink(Actor):
         self._tell_generation()
 
     def _tell_generation(self) -> None:
-        """Notify the tier, which makes room. Jobs and probes repeat it, as this may be refused."""
+        """Notify the tier, which makes room. Jobs and probes repeat it: its mailbox may be full."""
         self._is_told = self.tier.post(wire.GenerationBegan(self.contents.since, self._mark))
 
     def _promote(self, message: m.Promote) -> None:
@@ -195,7 +195,7 @@ class TierLink(Actor):
         if message.epoch < self.contents.since:  # Computed with earlier weights.
             self.write_backlog.drop(message)
             return
-        self._uses.send(self.time.now)  # before it evicts
+        self._uses.send(self.time.now)  # before the store, which may evict
         kept, rest = self.write_backlog.admit(message, self._stores.blocks)
         self._stores.waiting.add(kept, self.time.now)
         self._send_waiting(self._stores)
@@ -329,7 +329,7 @@ class TierLink(Actor):
     def is_at_rest(self) -> bool:
         """Whether a Tick would do no more than ``pass_time``.
 
-        Asked in each step, and true in most: so it is found out once after each message.
+        Read in each step, and true in most: so it is computed once after each message.
         """
         self._rests = self._rests or not self._has_work()
         return self._rests
@@ -346,7 +346,7 @@ class TierLink(Actor):
         return waits or self._health.pauses
 
     def pass_time(self, now: float) -> None:
-        """Set the time. A Tick of an idle link does no more for a while, and posts nothing."""
+        """Set the time, and post nothing: all that a Tick of an idle link does for a while."""
         self.time.pass_to(now)
         self._probes.pass_time()
 
@@ -511,7 +511,7 @@ class TierLink(Actor):
         return (self.counts.write_bytes - before.write_bytes) // self._config.block_bytes
 
     def stored_blocks_of(self, message: wire.JobEnded) -> int:
-        """Return how many blocks a job has stored that has not been handled: 0 for a load."""
+        """Return how many blocks an unhandled message reports as stored: 0 for a load."""
         is_store = self._stores.get(message.job) is not None
         return message.outcomes.count(Outcome.DONE) if is_store else 0
 

@@ -1,8 +1,8 @@
 """Queues requests' probes until they are sent to a tier.
 
-A request asks head to tail, in parts: it sends the next part once the one before is answered. So if
-keys are of no use behind a missing one, no probe is sent for them. Requests take turns
-(round-robin): a short one does not wait for all keys of a long one.
+A request's keys are sent from head to tail, in parts, each once the one before is answered. So no
+probe is sent for keys that are of no use behind a missing one. Requests take turns (round-robin):
+a short one does not wait for all keys of a long one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Probe(Flight):
-    """Some of the keys of one request, as a tier is asked for them."""
+    """Some keys of one request, sent to a tier in one message."""
 
     __slots__ = ("keys", "question", "since")
 
@@ -41,7 +41,7 @@ class Probe(Flight):
 
 
 class Question:
-    """The keys that one request asks for; those from ``start`` on are unsent."""
+    """The keys that one request has probed for; those from ``start`` on are unsent."""
 
     __slots__ = ("_message", "_start", "asked_at", "is_at_tier", "since")
 
@@ -50,21 +50,21 @@ class Question:
         self._start = 0
         self.since = since  # the epoch in which the generation began
         self.asked_at = now
-        self.is_at_tier = False  # a part of it
+        self.is_at_tier = False  # whether a part of it is
 
     @property
     def asker(self) -> RequestId:
-        """The request that asks."""
+        """The request that waits for the answer."""
         return self._message.asker
 
     @property
     def request(self) -> RequestId:
-        """Its request, if the tier answers requests apart from one another; else empty."""
+        """The same, if the tier answers each request separately; else empty."""
         return self._message.request
 
     @property
     def is_apart(self) -> bool:
-        """Whether the tier answers this request apart from others."""
+        """Whether the tier answers this request separately."""
         return bool(self.request)
 
     @property
@@ -74,22 +74,22 @@ class Question:
 
     @property
     def is_asked(self) -> bool:
-        """Whether all its keys have been asked for."""
+        """Whether all its keys were sent."""
         return self._start == len(self._message.keys)
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """The keys not asked for yet."""
+        """The unsent keys."""
         return self._message.keys[self._start :]
 
     def pop(self, keys_max: int | None = None) -> Probe:
-        """Return the next part, up to ``keys_max`` keys; None: all that is left."""
+        """Return the next part, of up to ``keys_max`` keys, or of all that are left."""
         keys = self.keys[:keys_max]
         self._start += len(keys)
         return Probe(keys, self.request, self.since, self)
 
     def drop(self, unwanted: frozenset[Key]) -> tuple[Key, ...]:
-        """Forget unwanted keys that were not asked for yet; return them."""
+        """Forget unsent keys that are unwanted; return them."""
         dropped = tuple(key for key in self.keys if key in unwanted)
         kept = tuple(key for key in self.keys if key not in unwanted)
         self._message, self._start = structs.replace(self._message, keys=kept), 0
@@ -103,11 +103,11 @@ class WaitingProbes:
         self._questions: dict[RequestId, list[Question]] = {}  # in the order of their turns
 
     def __len__(self) -> int:
-        """Return how many requests have a question."""
+        """Return how many requests wait for an answer."""
         return len(self._questions)
 
     def unasked(self) -> int:
-        """Return how many questions still have keys to ask for."""
+        """Return how many questions have unsent keys."""
         return sum(not each.is_asked for few in self._questions.values() for each in few)
 
     def add(self, message: m.ProbeKeys, since: int, now: float) -> None:
@@ -117,14 +117,14 @@ class WaitingProbes:
             self._questions.setdefault(message.asker, []).append(question)
 
     def next(self) -> Question | None:
-        """Return the next question to ask; None: none, or all wait for an answer first."""
+        """Return the next question to send; None: none, or all wait for an answer first."""
         for questions in self._questions.values():
             if not questions[0].is_at_tier:
                 return questions[0]
         return None
 
     def pop_part(self, question: Question, keys_max: int | None) -> Probe:
-        """Return the next part of a question, which ends its request's turn; None: all of it."""
+        """Return the next part of a question, or all its unsent keys; its request's turn ends."""
         question.is_at_tier = True
         self._questions[question.asker] = self._questions.pop(question.asker)
         return question.pop(keys_max)
@@ -132,7 +132,7 @@ class WaitingProbes:
     def answered(self, probe: Probe, *, is_whole: bool) -> Probe | None:
         """Note that a part was answered. ``is_whole``: the tier has all its keys.
 
-        Returns the rest of the question if that is not asked for any more because of it.
+        Returns the rest of the question if that will not be sent because of it.
         """
         question = probe.question
         if question not in self._questions.get(question.asker, ()):
@@ -144,7 +144,7 @@ class WaitingProbes:
         return None if question.is_asked else question.pop()
 
     def pop_unwanted(self, asker: RequestId, unwanted: frozenset[Key]) -> tuple[Key, ...]:
-        """Drop and return a request's unwanted keys that were not asked for yet."""
+        """Drop and return a request's unsent keys that are unwanted."""
         dropped: list[Key] = []
         for question in list(self._questions.get(asker, ())):
             dropped += question.drop(unwanted)
@@ -153,15 +153,15 @@ class WaitingProbes:
         return tuple(dropped)
 
     def pop_impatient(self, since: float) -> list[Probe]:
-        """Return the rest of questions that have waited since then."""
+        """Drop the questions from ``since`` or before; return their unsent keys."""
         return self._pop_where(lambda question: question.asked_at <= since)
 
     def pop_all(self) -> list[Probe]:
-        """Return the rest of all questions."""
+        """Drop all questions; return their unsent keys."""
         return self._pop_where(lambda _: True)
 
     def _pop_where(self, is_meant: Callable[[Question], bool]) -> list[Probe]:
-        """Remove questions; return their keys that were not asked for."""
+        """Drop questions; return their unsent keys."""
         found = [each for few in self._questions.values() for each in few if is_meant(each)]
         for question in found:
             self._remove(question)

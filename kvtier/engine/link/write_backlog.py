@@ -1,7 +1,7 @@
 """Limits how much host memory the stores of one tier may hold, and defers the rest.
 
 A block that finds no room, or waits while the tier takes no stores, is deferred: its slot is free
-for other use, and the primary tier offers the block again when the link asks for it
+for other use, and the primary tier offers the block again when the link requests it
 (``kvtier/engine/primary/cascades.py``).
 
 Part of a link's actor.
@@ -92,7 +92,7 @@ class WriteBacklog:
 
     def not_sent(self, job: Job, now: float) -> None:
         """Release the blocks of a job that is not sent now, nor for a while."""
-        if not self.is_full(now):  # else the time to ask again is set already
+        if not self.is_full(now):  # else ``_again_from`` is set already
             self._again_from = now + AGAIN_S
         self.defer(job)
 
@@ -119,7 +119,7 @@ class WriteBacklog:
         self._full_until = self._again_from = 0.0
 
     def ask_again(self, now: float, held: int) -> None:
-        """Ask for deferred blocks, if there are any, and room. The tier must take stores now.
+        """Request deferred blocks, if there are any, and room. The tier must take stores now.
 
         ``held``: slots that stores hold now.
         """
