@@ -1,1 +1,1 @@
-"""The primary tier's actor, and what it is made of."""
+"""The primary tier's actor, and its parts."""

@@ -16,9 +16,9 @@ block that follows a lost one is not written: no lookup could find it.
 A block is lost if it left host memory before the tier had room for it, or never got a slot there.
 It stops being a hole once it is sent to the tier, or once the tier is known to have it.
 
-# Invariant: no block is sent to a tier while the one before it in its request is a hole of it.
+# Invariant: no block is sent to a tier while the one before it in its request is a hole there.
 #            Checked: fill, p18_nothing_is_sent_to_a_tier_behind_a_hole.
-# Invariant: what is deferred is in host memory, READY. Checked: send_deferred, foresee.
+# Invariant: a deferred block is in host memory, READY. Checked: send_deferred, foresee.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Cascades:
         return [None] * len(keys)
 
     def note_windows(self) -> None:
-        """Note that a block may be useful without those before it: nothing is behind a hole."""
+        """Note that a block may be useful without those before it: none counts as behind a hole."""
         self._are_chains = False
 
     def lose(self, keys: Sequence[Key]) -> None:
@@ -154,7 +154,7 @@ class Cascades:
         return {tier: holes.leave(keys) for tier, holes in self.holes.items() if holes}
 
     def deferred_of(self, request: RequestId) -> int:
-        """Return the most blocks of a request that wait for a tier, which has none behind them."""
+        """Return the most deferred blocks of a request at one tier, which has none behind them."""
         if not self._are_chains:
             return 0
         return max((holes.deferred_of(request) for holes in self.holes.values()), default=0)
@@ -238,7 +238,7 @@ class DeferredBlock(NamedTuple):
 
     request: RequestId
     before: Key | None  #: the block that it follows, if known
-    is_admitted: bool  #: the tier's admission policy has decided
+    is_admitted: bool  #: whether the tier's admission policy has admitted it
 
 
 class MissingPrefixes:
@@ -251,9 +251,7 @@ class MissingPrefixes:
         """
         self._keys_max = keys_max
         self._is_there = is_there
-        self._deferred: dict[
-            Key, DeferredBlock
-        ] = {}  # in the order in which they are offered again
+        self._deferred: dict[Key, DeferredBlock] = {}  # in the order in which they are offered
         self._deferred_of: Counter[RequestId] = Counter()  # how many each request has brought
         self._lost: dict[Key, None] = {}
 
@@ -267,7 +265,7 @@ class MissingPrefixes:
         return is_one and key is not None and not self._is_there(key)
 
     def defer(self, key: Key, block: DeferredBlock) -> bool:
-        """Have a block wait until the tier has room. False: it follows a lost one, so is lost too.
+        """Keep a block until the tier has room. False: it follows a lost one, so it is lost too.
 
         A block that waits already keeps its place.
         """
@@ -291,7 +289,7 @@ class MissingPrefixes:
         return len(gone)
 
     def lose(self, keys: Iterable[Key]) -> None:
-        """Note that, as far as is known, the tier will not get these blocks."""
+        """Note that the tier will not get these blocks, as far as is known."""
         for key in keys:
             self._end_wait(key)
             self._lost[key] = None

@@ -9,7 +9,7 @@ message, since the facade's calls are run to quiescence one after the other.
 The policy names victims; the head of a running request's prefix is never evicted
 while some of its tail can go (``kvtier/engine/primary/running_prefixes.py``).
 
-A policy whose reply names no block that it has not named before is replaced.
+A policy whose reply names no new block is replaced.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Eviction:
         self._ask(slots - self._slots.free_count())
 
     def evict(self, victims: Sequence[Key]) -> Message | None:
-        """Evict what may go; return the message to handle now, None if more victims were requested.
+        """Evict the victims that may go; return the message to handle now, None: more are needed.
 
         Refused: blocks that are held by now, or that a lookup of this step reported readable.
         """
@@ -157,7 +157,7 @@ class Eviction:
         """Evict the last block behind ``victim``, or the victim; return the evicted block."""
         key = self._prefixes.stand_in(victim, self._can_go)
         self._restorable[victim] = None
-        self._restorable.pop(key, None)
+        self._restorable.pop(key, None)  # that goes: it may be the victim, or an earlier one
         self._evict((key,))
         return key
 

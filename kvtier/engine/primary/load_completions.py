@@ -1,6 +1,6 @@
 """Handles the ends of promotions, as their links report them, and updates their slots.
 
-Part of the primary tier's actor. Promotions from before a reset only give their slots back.
+Part of the primary tier's actor. Promotions from before a reset only release their slots.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LoadCompletions:
         became_ready: Callable[[Sequence[Key], Sequence[int], RequestId, int], None],
         not_filled: Callable[[Sequence[Key]], None],
     ) -> None:
-        """``became_ready``, ``not_filled``: the primary tier's handling of such keys."""
+        """``became_ready``, ``not_filled``: the primary tier's handlers for such keys."""
         self._slots = slots
         self._promotions = promotions
         self._lookups = lookups
@@ -44,7 +44,7 @@ class LoadCompletions:
         self._epoch = 0
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return the handlers of the messages that the primary tier leaves to this."""
+        """Return the handler of each message type that the primary tier delegates to this."""
         return {
             m.PromotionEnded: self._ended,
             m.PromotionAbandoned: self._abandoned,
@@ -58,7 +58,7 @@ class LoadCompletions:
         self._epoch = epoch
 
     def release(self, slots: Sequence[int]) -> None:
-        """Note that one user of these quarantined slots has released them."""
+        """Note that one user of each of these slots has released it, if it is quarantined."""
         for slot in slots:
             self._slots.release(slot)
 
@@ -112,7 +112,7 @@ class LoadCompletions:
     def _late(self, message: m.PromotionLate) -> None:
         """Keep blocks that have arrived late, unless they are here by now: the load is paid for.
 
-        Not while victims are chosen: the slot that they free may be for the same block.
+        Not while victims are chosen: the slot that this frees may be for the same block.
         """
         kept: Batch = ([], [])
         may_keep = message.epoch == self._epoch and not self._eviction.is_under_way

@@ -58,8 +58,8 @@ LONGER: Final = 2.0
 
 EXPLORED_BLOCKS_MAX: Final = 16
 EXPLORING_SHARE: Final = 0.05
-"""Share of a request's computing time: it waits no longer for blocks that it loads only to
-measure a tier's current speed."""
+"""A request waits at most this share of its computing time for blocks that it loads only to measure
+a tier's current speed."""
 
 NOTICE_S: Final = 10.0
 """Shortest interval between two logged changes of mind about one tier."""
@@ -97,7 +97,7 @@ class LoadDecisions:
         self._noticed_at: dict[int, float] = {}
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return the handlers of the messages that the primary tier leaves to this."""
+        """Return the handler of each message type that the primary tier delegates to this."""
         return {m.LoadCostLearned: self._cost_learned, m.StepComputed: self._step_computed}
 
     @property
@@ -179,14 +179,14 @@ class LoadDecisions:
             return tokens
         runs = [Run(where(key), 1) for group in groups for key in group.needed(tokens) or ()]
         kept = self._decided(runs, cut, request, estimates)
-        if kept and not cut.keys:  # to measure the tier: a part of one group is no use
+        if kept and not cut.keys:  # to measure the tier: a part of one group would be useless
             return tokens
         for group in groups if cut.keys < tokens else ():
             self._decline(group.keys[bisect_right(group.ends, cut.keys) :], request)
         return cut.keys
 
     def _estimates(self, request: Request, now: float) -> Estimates | None:
-        """Return what a decision for ``request`` is based on; None: nothing is to be decided."""
+        """Return the inputs of a decision for ``request``; None: nothing is to be decided."""
         rates = self._speed.rates if self.decides else None
         if rates is None:
             return None
@@ -210,7 +210,7 @@ class LoadDecisions:
         """Record a decision; return how many keys are kept, which may differ from the cut's."""
         tier = next(run.where for run in runs if run.where != FREE)
         stalled_s = cut.load_s * (1 + SPREADS * estimates.spread())
-        # If it loads nothing, it waits for blocks that leave the primary tier before it reads them.
+        # If it loads nothing, it may still have to: blocks may be evicted before it reads them.
         spared_s = cut.saved_s if cut.blocks else cut.compute_s
         patience_s = max(estimates.computed_s + spared_s, stalled_s)
         request.wait_for_loads(patience_s, LONGER * patience_s)
@@ -257,7 +257,7 @@ class LoadDecisions:
         self._log.post(m.Notice(event, self._names[tier], detail, level="info"))
 
     def _have_wait_for_room(self, cut: Cut, request: Request, estimates: Estimates) -> None:
-        """Have it wait for slots that others hold, while loading later still beats computing."""
+        """Have ``request`` wait for slots that others hold, while loading later beats computing."""
         if not estimates.costs or self._promotions.leases_of(request.search.request):
             return  # no tier's cost is known yet; or its loads were begun before anything was known
         alone = {tier: cost._replace(outstanding=0) for tier, cost in estimates.costs.items()}
@@ -305,7 +305,7 @@ class PrefillBacklog:
     def add(
         self, request: Request, cut: Cut, compute_s: float, estimates: Estimates, now: float
     ) -> None:
-        """Count this decision for later ones: the engine computes for ``compute_s`` of it."""
+        """Count this decision for later ones: the engine computes for ``compute_s``."""
         if cut.blocks:
             self._loaded_at[request] = now + cut.load_s
         for tier, count in cut.counts:

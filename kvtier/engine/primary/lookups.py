@@ -5,8 +5,8 @@ They run for each key of each waiting request in each step, so code is inlined
 where a call would read better.
 
 A step's probes and promotions are sent to the secondary tiers together when the step ends.
-A tier is then asked once for all blocks that a request needs of it. For a request-scoped tier that
-may be the only time: vLLM's ``p2p`` delivers only the blocks that a request asks for first.
+So a tier gets one message for all blocks that a request needs from it. For a request-scoped tier
+that may be the only chance: vLLM's ``p2p`` delivers only the blocks that are requested first.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Lookups:
         self.account = decisions.account
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return the handlers of the messages that the primary tier leaves to this."""
+        """Return the handler of each message type that the primary tier delegates to this."""
         return {
             **self._decisions.handlers(),
             m.Lookup: self.lookup,
@@ -114,7 +114,7 @@ class Lookups:
             self.counts.prefill_saved_seconds += self._decisions.prefill_s(first, end)
 
     def end_wait(self, request: Request) -> None:
-        """Note that a request goes on, whatever tiers do."""
+        """Note that a request no longer waits for tiers."""
         seconds = request.end_wait(self._promotions.waits_now)
         if seconds is not None:
             self.account.on_wait_ended(seconds)
@@ -158,7 +158,7 @@ class Lookups:
         search = request.search
         tier = self._find(key, search) if search.tiers else NOWHERE
         if tier == NOWHERE:
-            if not request.was_missed:  # in line: this is done for each key
+            if not request.was_missed:  # tested here, as this runs for each key
                 self.miss(key, request)
             self.reply(ABSENT)
             return
@@ -290,7 +290,7 @@ class StepRequests:
         self._send(epoch)
 
     def tick(self, epoch: int) -> None:
-        """Send them too if the step takes long: it may never end."""
+        """Send them also if the step takes long: it may never end."""
         self._ticks += 1
         if self._ticks > 1:
             self._send(epoch)

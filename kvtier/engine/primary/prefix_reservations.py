@@ -13,8 +13,8 @@ recurrent state) the last ones. So blocks are considered together, by the token
 that each ends at. One group at a time would fill the room with blocks of the
 first group, and serve no prefix.
 
-A caller that reads a block as soon as it is READY, and then discards it, has blocks promoted each
-for itself (``PromoteKeys``): it needs no room for all at once.
+A caller that reads each block as soon as it is READY, and then discards it, has blocks promoted
+independently (``PromoteKeys``): it needs no room for all at once.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class PrefixReservations:
             )
             if kept < prefix.tokens:
                 if kept:
-                    self.reserve(message)  # blocks behind the cut are nowhere now
+                    self.reserve(message)  # blocks behind the cut now count as nowhere
                 else:
                     self.reply(0)
                 return
@@ -214,7 +214,7 @@ class PrefixReservations:
             self.policy.post(m.Admitted(tuple(new), request, held=True))
 
     def promote(self, message: m.PromoteKeys) -> None:
-        """Promote blocks, each for itself; reply with the states, None for want of room."""
+        """Promote blocks independently; reply with their states, None for lack of room."""
         request, name = self._requests.get(message.request), message.request
         room = min(self._promotions.room(), self._slots.free_count())
         states: list[BlockState | None] = []
@@ -231,7 +231,7 @@ class PrefixReservations:
             elif tier == ASKING:
                 states.append(BlockState.PROBING)
             elif len(new) == room:
-                states.append(None)  # those behind it may be READY, and free theirs
+                states.append(None)  # go on: blocks behind it may be READY, and free their slots
             else:
                 slot = self._slots.allocate_for_tier(key, tier)
                 self._promotions.start(key, slot, name, tier)

@@ -1,7 +1,7 @@
 """The primary tier: the blocks in host memory, their readers and their writers.
 
-The actor at the heart of the engine cell. ``lookup``'s None and the pins of a
-block are just states of its slot (``kvtier/engine/primary/slot_table.py``), moved from here.
+The actor at the heart of the engine cell. It moves slots between their states
+(``kvtier/engine/primary/slot_table.py``), from which replies to lookups follow.
 
 Rules that are not rows of a table:
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class PrimaryTier(Actor):
-    """Owns the slots. Asks its policy for victims and its links for blocks."""
+    """Owns the slots. Requests victims from its policy, and blocks from its links."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class PrimaryTier(Actor):
         return self._slot_of.get(key)
 
     def resident(self) -> set[Key]:
-        """Return all READY keys. For tests."""
+        """Return all READY keys. For tests and error messages: it costs O(n)."""
         return {key for key, slot in self._slot_of.items() if self.slots.is_ready(slot)}
 
     def statistics(self) -> PrimaryStatistics:
@@ -360,11 +360,11 @@ class PrimaryTier(Actor):
 
     def _hold_and_cascade(self, batches: Mapping[int, Batch], request: RequestId) -> None:
         """Cascade blocks that were READY before, the same ones for each tier."""
-        for keys, _ in list(batches.values())[:1]:
+        for keys, _ in list(batches.values())[:1]:  # they are the same for all
             self.policy.post(m.Held(keys=tuple(keys)))
         self._cascades.send(batches, request, self.epoch)
         for keys, slots in list(batches.values())[:1]:
-            self._unhold(keys, slots)  # those that were deferred
+            self._unhold(keys, slots)  # those that were not pinned
 
     def _not_admitted(self, message: m.NotAdmitted) -> None:
         self.account.on_gone(message.keys, message.tier, "not_admitted", self.promotions.now)
@@ -405,7 +405,7 @@ class PrimaryTier(Actor):
     # --- failed fills, and leases ---
 
     def _fill_failed(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
-        """Free slots that their writer has released before filling them."""
+        """Free slots that their writer released without filling them."""
         for slot in slots:
             self.slots.fail_fill(slot)
         self._not_filled(keys)
@@ -493,7 +493,7 @@ class PrimaryTier(Actor):
             self._policy_time = now
             for policy in self._policies:
                 policy.post(wire.Tick(now=now))
-        # Before all else: links count deadlines from the last Tick, which may be long ago.
+        # Before any work: links count deadlines from the last Tick, which may be long ago.
         for link in self.links:
             link.post(wire.Tick(now=now))
         for request in self.promotions.expired():

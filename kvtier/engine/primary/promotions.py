@@ -65,8 +65,8 @@ class Promotions:
         self._leases: dict[RequestId, _Leases] = {}
         self.held_slots = 0  #: filling from a tier, or leased
         self.now = 0.0  #: seconds of the runtime's clock, at the last Tick or end of a step
-        #: The same, or at the first lookup since: an idle engine ends no step, and a request that
-        #: comes then has not waited meanwhile.
+        #: The same, or the time of the first lookup since: an idle engine ends no step, and a
+        #: request that comes then has not waited meanwhile.
         self.waits_now = 0.0
 
     def pass_time(self, now: float) -> None:
@@ -89,7 +89,7 @@ class Promotions:
         return self._available() < min(request.room_wanted, self._slots_max)
 
     def _available(self) -> int:
-        """Slots that promotions might take, if no block of this step's lookups is among them."""
+        """Return how many slots promotions might take, if this step's lookups hit none of them."""
         slots = self._slots
         leased = self.held_slots - len(slots.tier_fills)
         loose = slots.ready_count() - len(slots.pins) - leased

@@ -48,7 +48,7 @@ class RequestTiers:
         self._policy = policy
         self._epoch = 0
         self._open: dict[RequestId, _Open] = {}
-        self._awaited: dict[Key, list[RequestId]] = {}  # offered by these, filled for another
+        self._awaited: dict[Key, list[RequestId]] = {}  # offered by these, filled for others
 
     def mark_request_scoped(self, message: m.TierIsRequestScoped) -> None:
         """Notify this tier of requests from now on, and send it only blocks of theirs."""
@@ -82,7 +82,7 @@ class RequestTiers:
         self._follow(request, blocks)
 
     def stored(self, request: RequestId, blocks: int) -> None:
-        """Note that it has written them, or failed to."""
+        """Note that the GPU has written blocks for the request, or failed to."""
         self._follow(request, -blocks)
 
     def of_offered(self, keys: Iterable[Key], request: RequestId) -> dict[int, Batch]:

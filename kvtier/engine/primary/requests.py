@@ -45,9 +45,9 @@ class Request:
 
     def __init__(self, search: Search) -> None:
         self.search = search
-        self.is_weighed = False  #: whether its loads and its computing are decided
+        self.is_weighed = False  #: whether its split of loading and computing is decided
         self.patience_s = NEVER  #: how long it waits for a load
-        self.patience_max_s = NEVER  #: the same, for a load that should take longer by now
+        self.patience_max_s = NEVER  #: the same, if its tier has become slower
         self.has_waited = False  #: for room, in this wait
         self.room_wanted = 0  #: how many slots it waits for; 0: it does not wait
         self.room_until = 0.0  #: then it goes on with as many as there are
@@ -74,7 +74,7 @@ class Request:
         self.reserved = tokens
 
     def mark_decided(self) -> None:
-        """Note that its loads and its computing are decided, for as long as it waits."""
+        """Note that its split of loading and computing is decided, for as long as it waits."""
         self.is_weighed = True
 
     def wait_for_loads(self, seconds: float, at_most: float) -> None:
@@ -110,12 +110,12 @@ class Request:
             self.waits_since = now
 
     def mark_missed(self) -> bool:
-        """Note that its stored prefix ends; return whether that was not noted in this wait."""
+        """Note that its stored prefix ends; return whether that is new in this wait."""
         before, self.was_missed = self.was_missed, True
         return not before
 
     def end_wait(self, now: float) -> float | None:
-        """Note that it no longer waits for tiers; return for how long it has, if it has."""
+        """Note that it no longer waits for tiers; return for how long it did, None: it did not."""
         if self.waits_since is None:
             return None
         seconds = max(0.0, now - self.waits_since)
@@ -124,7 +124,7 @@ class Request:
         return seconds
 
     def load(self, tokens: Mapping[int, int]) -> None:
-        """Note that it loads so many tokens from each source."""
+        """Note how many tokens it loads from each source."""
         for source, count in tokens.items():
             self.loaded_tokens[source] = self.loaded_tokens.get(source, 0) + count
 
@@ -133,7 +133,7 @@ class Request:
         self.missed = source, reason
 
     def report(self) -> RequestReport:
-        """Return what tiers have done for it."""
+        """Return its loads, its waits and its latest miss."""
         return RequestReport(self.loaded_tokens.copy(), self.waited_s, self.missed)
 
     def delivered(self, key: Key, tier: int) -> None:

@@ -1,12 +1,12 @@
 """Tracks the users and the state of each slot of the primary tier.
 
-What the machine is for: the GPU and the threads of tiers read and write a slot's bytes while the
-scheduler's thread decides what the slot is used for, and nobody can interrupt them. So a slot that
-somebody may still touch is never given to another key. If its users can't be waited for (a load
-that is late, a reset), the slot is taken from its key and quarantined, until each of them has
-released it. A tier that hangs for ever costs room, and no wrong byte.
+Purpose of the machine: the GPU and the threads of tiers read and write a slot's bytes while the
+scheduler's thread decides about the slot's use, and they can't be interrupted. So a slot that may
+still be touched is never given to another key. If its users can't be waited for (a load that is
+late, a reset), the slot is taken from its key and quarantined, until each of them has released it.
+A tier that hangs forever costs room, but never a wrong byte.
 
-How it couples with others: a key's ``BlockState`` is computed from its slot's state and the tier
+Coupling with others: a key's ``BlockState`` is computed from its slot's state and the tier
 directory, and stored nowhere, so the three can't contradict each other. Links report when a tier
 has released slots (``PromotionEnded``, ``PromotionLate``, ``SlotsReleased``, ``CascadeEnded``); a
 host that knows that a cell's threads are gone sends ``TierFenced``, upon which the link releases
@@ -19,7 +19,7 @@ the rest. Time alone releases nothing. Reports from before a reset only release 
 # Invariant: a ready slot's pins are its GPU loads plus its cascades.
 #            Checked: unpin, p2_pins_are_gpu_loads_plus_cascades_that_read_now.
 # Invariant: a quarantined slot belongs to no key; it has at least one user that
-#            has not let go, and comes free when the last one has.
+#            has not released it, and is freed once the last one has.
 #            Checked: quarantine, release,
 #            p1_a_slot_is_in_exactly_one_of_free_filling_ready_quarantined.
 
@@ -28,7 +28,7 @@ Legal moves are the rows of ``SLOT_TABLE``; a move without a row is a bug and ra
 garbage collector handles quickly; state that few slots have at a time is in dicts. An object for
 each slot reads better, but a million of them would be walked at each collection, and a lookup
 would pay for an attribute where it now indexes a list. For the same reason the rows of the table
-are copied into dicts of ints, one an event (``SlotMoves``), and others read the attributes.
+are copied into dicts of ints, one per event (``SlotMoves``), and others read the attributes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tracks which secondary tiers have a block, as far as the engine cell knows.
 
-Three sources, in this order: the answer that a running request got to its probe
+It has three sources, in this order: the answer that a running request got to its probe
 (its *verdict*, which holds until the request ends, so that no request probes for
 a key twice); presence that tiers have reported by themselves (*known*); and
 *probes*, collected during a step and sent at its end.
@@ -168,7 +168,7 @@ class DirectoryAudit:
     """A snapshot of known blocks, and of the requests that wait for probes."""
 
     known: Mapping[Key, TierSet]
-    waiters: Mapping[Key, frozenset[RequestId]]  #: of each key that tiers are asked for
+    waiters: Mapping[Key, frozenset[RequestId]]  #: of each key that tiers are probed for
     settled: frozenset[Key]  #: keys with verdicts; later tiers may still owe an answer
     unsent: frozenset[Key]
     requests: frozenset[RequestId]
@@ -253,7 +253,7 @@ class TierDirectory:
         if having:
             if search.gaps and key[-GROUP_BYTES:] in search.gaps:
                 return ASKING
-            return (having & -having).bit_length() - 1
+            return (having & -having).bit_length() - 1  # the lowest bit: the first tier
         asked = allowed & self._answering
         if verdict is not None or not asked:
             return NOWHERE
@@ -264,7 +264,7 @@ class TierDirectory:
         return ASKING
 
     def seen_at(self, key: Key, search: Search) -> int:
-        """Return the tier that ``find`` would name or ask first, or ``NOWHERE``. Sends no probe."""
+        """Return the tier that ``find`` would name or probe first, or ``NOWHERE``. Probes none."""
         having, asked = self._having(key, search)
         seen = having or asked  # as if it had the key
         return (seen & -seen).bit_length() - 1 if seen else NOWHERE
@@ -285,7 +285,7 @@ class TierDirectory:
         return allowed & self._known.get(key, 0), allowed & self._answering
 
     def absence_of(self, key: Key, search: Search) -> tuple[int, AbsenceReason] | None:
-        """Return why no tier is asked for a key, if that is known: the source and the reason."""
+        """Return why a key is sought at no tier, if that is known: the source and the reason."""
         declined = search.failed.get(key, 0)
         if declined == _ALL:
             return 0, "recomputed"
