@@ -2,8 +2,8 @@
 
 The other program (vLLM's tiering) has slots of its own, gives them to a job, and takes them
 back when the job has finished. It waits for that without a deadline, and has no quarantine.
-So storage never touches its slots. Between them and the tier is a runtime as any other, whose
-primary tier is the staging memory, and one of kvtier's threads copies::
+So storage never touches its slots. Between them and the tier is an ordinary runtime, whose primary
+tier is the staging memory, and one of kvtier's threads copies::
 
     load:   tier → promotion → READY → copy → the program's slot → finished
     store:  the program's slot → copy → READY → cascade → finished
@@ -13,16 +13,16 @@ when no copy of it runs: its tier may then still read or write staging slots onl
 reused until the tier releases them.
 
 - A job has a deadline, counted from its submission. Blocks that have not arrived by then fail.
-- A job may be longer than the staging memory: a block leaves that when it has been copied, or
+- A job may be longer than the staging memory: a block leaves it once it has been copied, or
   stored, and the next one takes its slot. Nothing is cached there.
 - The tier writes a store's bytes as they were when copied, whenever it writes them.
-- Stores take what a tier's cascades may pin, so that loads find free slots.
+- Stores take no more slots than a tier's cascades may pin, so that loads find free ones.
 - A request whose end is reported while it loads ends with its last load.
 
 All methods belong to one thread at a time. If the runtime's primary tier breaks, lookups find no
 block any more, and every job finishes as failed.
 
-# Invariant: the program's slot of a block is touched by a copy of a running job only.
+# Invariant: the program's slots are touched by copies of running jobs only.
 #            Checked: _end_copies, a_slot_of_the_program_is_touched_by_a_copy_of_a_running_job_only.
 """
 
@@ -87,7 +87,7 @@ class _Request:
     def __init__(self, generation: int) -> None:
         self.generation = generation  # of the weights that computed its blocks
         self.missed: set[Key] = set()  # blocks that no load delivered to it
-        self.has_ended = False  # for the program: its loads still run
+        self.has_ended = False  # in the program, while its loads still run
         self.order: Iterable[Key] | None = None
 
 
@@ -105,7 +105,7 @@ class StagedFacade:
     ) -> None:
         """``runtime``: of one tier; its primary tier's slots are the staging slots.
 
-        ``waiting_stores_max``: blocks that may wait for a staging slot, pinned by the program.
+        ``waiting_stores_max``: limit on blocks that wait for a staging slot, pinned by the program.
         """
         self._runtime = runtime
         self._config = config
@@ -230,7 +230,7 @@ class StagedFacade:
         self._go_on()
 
     def _go_on(self) -> None:
-        """End copies and jobs, and begin what there is room for, for one job after the other."""
+        """End copies and jobs, and begin as much as there is room for, job by job."""
         self._end_copies()
         now, load_room = self._clock(), self._config.slot_count
         store_room = 0 if all(job.is_load for job in self._jobs.values()) else self._store_room()
@@ -245,7 +245,7 @@ class StagedFacade:
                 self._finish(job)
 
     def _load(self, job: StagedJob, room: int) -> int:
-        """Begin to load ``room`` blocks at most, and copy those that are there; return the rest."""
+        """Begin to load ``room`` blocks at most, and copy READY ones; return the room left."""
         keys = list(islice(job.left, room)) if room else list(job.begun)
         states = self._runtime.promote(keys, job.request) if keys else []
         if states is None:
@@ -264,7 +264,7 @@ class StagedFacade:
                 job.give_up()
         elif None in states and not begun:
             first = keys[states.index(None)]
-            self._runtime.lookup_state(first, job.request)  # evicts what came late
+            self._runtime.lookup_state(first, job.request)  # makes room: evicts late arrivals
         return 0 if None in states else max(0, room - len(states))
 
     def _store_room(self) -> int:
@@ -288,7 +288,7 @@ class StagedFacade:
         job.end([key for key in ended if not stored[key]], success=False)
         job.end([key for key in new if stored[key]], success=True)
         wanted = [key for key in new if not stored[key]]
-        self._runtime.discard([*ended, *wanted])  # what a load has left there is in the way
+        self._runtime.discard([*ended, *wanted])  # copies that loads left in staging are in the way
         if not wanted:
             return 0
         cuts = range(1, len(wanted) + 1)  # each is of use alone: the program may have the others
@@ -363,7 +363,7 @@ class StagedFacade:
         """Return the tier's jobs that have ended since the last call."""
         return self._runtime.drain_observations().tiers[0].jobs
 
-    # --- the whole ---
+    # --- the life of the tier ---
 
     def reset(self, *, weights_version: str | None = None, weights_changed: bool = False) -> None:
         """Begin a new generation, unless ``on_reset`` is ``keep``. ``drain`` first.

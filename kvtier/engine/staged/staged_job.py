@@ -61,7 +61,7 @@ class StagedJob:
         self.is_load = is_load
         self.deadline = deadline
         self.left = dict.fromkeys(slot_of)  #: not copied yet, from head to tail
-        self.begun: Sequence[Key] = ()  #: those of them that a load has begun
+        self.begun: Sequence[Key] = ()  #: those in ``left`` that are being loaded
         self.at_tier: dict[Key, None] = {}  #: a store's blocks that the tier has been given
         self.copying: set[Key] = set()
         self.succeeded: list[Key] = []
@@ -103,7 +103,7 @@ class StagedJob:
         self.end([*self.at_tier, *self.left], success=False)
 
     def begin_loads(self, keys: Sequence[Key]) -> None:
-        """Note which of the blocks that are left are under way."""
+        """Note which of the blocks in ``left`` are being loaded."""
         self.begun = keys
 
     def outcome(self) -> Finished:
