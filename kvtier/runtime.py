@@ -55,7 +55,7 @@ def open_runtime(
     ``collect_events``: fill ``take_events()``, which must then be drained.
     ``engine``: for backends that are part of it (``BackendContext.engine``).
     ``clock``: the engine's clock; tiers use ``time.monotonic``.
-    Raises ``ConfigError`` before any tier is served, and waits for each tier's
+    Raises ``ConfigError`` before any tier serves, and waits for each tier's
     storage for ``start_timeout_s`` at most; a tier whose backend fails later is
     disabled, and the runtime goes on without it.
     """

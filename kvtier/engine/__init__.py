@@ -1,1 +1,1 @@
-"""What runs on the scheduler's thread."""
+"""The part of kvtier that runs on the scheduler's thread."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvtier.engine.link.flights import LinkTime
 
 NO_REPLY: Final = object()
-"""Returned by ``ask`` if the actor had nothing to reply, or broke before it did."""
+"""Returned by ``ask`` if the actor sent no reply, or broke before it could."""
 
 
 class OwnedMailbox(Mailbox, Protocol):
@@ -67,7 +67,7 @@ class _LogMailbox:
 
 
 class EngineCell:
-    """Runs actors inline. One thread at a time; only ``inbox`` mailboxes take any thread.
+    """Runs actors inline, on one thread at a time; any thread may post to an ``inbox``.
 
     Create mailboxes first, then the actors that write to them; then bind each with ``add``.
     """

@@ -1,4 +1,4 @@
-"""Logs, when the runtime is closed, how many blocks tiers stored at the end, and how many not."""
+"""Logs how many blocks tiers stored while the runtime closed, and how many were lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Closing:
-    """Counts the stores of all tiers from when the engine begins to end."""
+    """Counts the stores of all tiers once the engine begins to shut down."""
 
     def __init__(
         self, primary: PrimaryTier, links: Sequence[TierLink], clock: Callable[[], float]
@@ -29,7 +29,7 @@ class Closing:
         self._before = [link.statistics().counts for link in links]
 
     def log_end(self, arrived: Iterable[tuple[Actor, Message]]) -> None:
-        """Log the end. ``arrived``: messages that came too late for the links to handle them."""
+        """Log the totals. ``arrived``: messages that came too late for the links to handle them."""
         last = [(to, message) for to, message in arrived if isinstance(message, wire.JobEnded)]
         deferred = self._primary.deferred_blocks()
         stored, lost = 0, {}

@@ -58,12 +58,12 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key, RequestId, TierSet
 
 ALL_TIERS: Final = -1
-"""A value for a request's ``tiers``: every tier may serve it."""
+"""A request's ``tiers`` if every tier may serve it."""
 
 TICK_S: Final = 0.1
-"""How often a lookup that returns None lets time pass, for schedulers that end no steps.
+"""How often idle tiers get a Tick, and all tiers while lookups return None and no step ends.
 
-Rarely, since passing time also sends the step's probes, which are better sent together.
+Rarely, since a Tick also sends the step's probes, which are better sent together.
 """
 
 
@@ -100,8 +100,8 @@ class SchedulerFacade:
         self._lookup_seconds: Observed[float] = Observed()
         self._last_tick = clock()
         self._ended_with = -1  # the cell's activity when a step last ended
-        self._rests = False  # whether nothing was left to do then, as far as known
-        self._idle_ticks = 0  # ends of steps that the cell counts as activity, and changed nothing
+        self._rests = False  # whether nothing was left to do then
+        self._idle_ticks = 0  # step ends that the cell counts as activity, but changed nothing
         self._ask(wire.Tick(now=self._last_tick))
         self._wake_tiers()  # they receive the generation of weights that they serve
 
@@ -113,7 +113,7 @@ class SchedulerFacade:
         """Begin a request. ``tiers``: one bit for each tier that may serve it.
 
         ``params``: MessagePack of a mapping, for request-scoped tiers; requests without it are not
-        sent to them. ``peer``: the address that it loads from; failures there count against it.
+        sent to them. ``peer``: the address that it loads from; failures count against that address.
         """
         self._cell.ask(self._primary, m.RequestStarted(request, tiers, params, peer))
 
@@ -227,7 +227,7 @@ class SchedulerFacade:
         return len(hits) if all(state is READY for state in hits) else None
 
     def survey(self, key: Key, request: RequestId) -> BlockState:
-        """Return the state of a block, of a request whose keys belong to several KV-cache groups.
+        """Return a block's state, for a request whose keys belong to several KV-cache groups.
 
         Like ``lookup_state``, but nothing is promoted: FILLING also means that a tier has
         the block. At the step's end ``reserve_prefix`` promotes the blocks that the request
@@ -265,7 +265,7 @@ class SchedulerFacade:
         return {} if sources is NO_REPLY else cast("dict[Key, int]", sources)
 
     def report(self, request: RequestId) -> RequestReport | None:
-        """Return what tiers have done for a request, while it runs; None for an unknown one."""
+        """Return a running request's loads, waits and latest miss; None for an unknown one."""
         report = self._ask(m.AskReport(request))
         return None if report is NO_REPLY else cast("RequestReport | None", report)
 
@@ -358,7 +358,7 @@ class SchedulerFacade:
     # --- host memory that is only passed through (``kvtier/engine/staged/staged_facade.py``) ---
 
     def promote(self, keys: Collection[Key], request: RequestId) -> list[BlockState | None] | None:
-        """Have ``keys`` loaded, each for itself; return their states.
+        """Have ``keys`` loaded, independently of one another; return their states.
 
         READY: ``prepare_load`` may follow at once. None for a block: there is no room for it now.
         None: the primary tier broke.
@@ -414,7 +414,7 @@ class SchedulerFacade:
         return sum(sum(link.in_flight()) for link in self._links)
 
     def has_pending_work(self) -> bool:
-        """Return whether to keep stepping: a tier may still end something in time."""
+        """Return whether to keep stepping: a job or probe may still end in time."""
         self.get_finished()
         return any(link.serves_others or link.awaited() for link in self._links)
 
@@ -423,11 +423,11 @@ class SchedulerFacade:
         return any(link.write_backlog.has_deferred for link in self._links)
 
     def tier_record(self, tier: int, *, stores: bool) -> TierRecord:
-        """Return how often a secondary tier's loads, or stores, have gone well, or not."""
+        """Return how often a secondary tier's loads, or stores, succeeded and failed."""
         return self._links[tier].record(stores=stores)
 
     def bypass(self, tier: int, *, stores: bool, is_bypassed: bool) -> None:
-        """Give a secondary tier no loads, or no stores, or give them again, as in a replay."""
+        """Stop sending a secondary tier loads, or stores, or resume, as in a replay."""
         self._cell.ask(self._links[tier], m.TierBypassed(stores, is_bypassed))
         self._wake_tiers()
 
@@ -475,8 +475,8 @@ class SchedulerFacade:
     def activity(self) -> int:
         """Grows whenever anything that can be queried may have changed.
 
-        Only what an eviction policy does by its clock counts with the next change: to export all
-        metrics ten times a second costs an engine that only decodes more than its steps do.
+        Only a change that an eviction policy makes by its clock counts with the next one: to export
+        all metrics ten times a second costs an engine that only decodes more than its steps do.
         """
         return self._cell.activity - self._idle_ticks
 
