@@ -202,13 +202,13 @@ class TierHealth:
         """Note that work succeeded. ``peer``: which peer of the tier did it, if it has peers."""
         opened_at = self._peers.succeeded(work, peer)
         if opened_at is not None:
-            self._say_back("peer is back", f"{NAMES[work]} from {peer} go on", opened_at)
+            self._say_back("peer is back", f"{NAMES[work]} from {peer} resume", opened_at)
         self._worked[work] += 1
         breaker = self._breakers[work]
         was = breaker.state
         breaker.succeeded()
         if was is BreakerState.HALF_OPEN and breaker.state is BreakerState.CLOSED:
-            self._say_back("tier is back", f"{NAMES[work]} go on", breaker.opened_at, *LOST[work])
+            self._say_back("tier is back", f"{NAMES[work]} resume", breaker.opened_at, *LOST[work])
         if work is Work.LOAD and breaker.state is BreakerState.CLOSED:
             self._lost_loads = 0
         elif work is Work.STORE and breaker.state is BreakerState.CLOSED:
@@ -233,11 +233,11 @@ class TierHealth:
     def late(self, work: Work, count: int, peer: str, *, is_stalled: bool) -> None:
         """Note that the tier is late with ``count`` pieces of work; ``is_stalled``: with all."""
         if is_stalled:
-            how = f"did nothing of its {NAMES[work]} for too long"
+            how = f"completed none of its {NAMES[work]} for too long"
             self._change(work, Breaker.stalled, how, peer)
             return
         for _ in range(count):
-            self.failed(work, f"did not end one of its {NAMES[work]} in time", peer)
+            self.failed(work, f"did not complete one of its {NAMES[work]} in time", peer)
 
     def _change(
         self, work: Work, change: Callable[[Breaker, float], None], how: str, peer: str

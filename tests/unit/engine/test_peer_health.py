@@ -98,7 +98,7 @@ def test_a_peer_that_ends_no_load_is_left_alone_and_the_others_are_not() -> None
     assert set(breakers(story).values()) == {BreakerState.CLOSED}
     assert not is_served(story, "same", DEAD)
     assert is_served(story, "other", WELL)
-    how = "did nothing of its loads for too long: loads from it pause"
+    how = "completed none of its loads for too long: loads from it pause"
     assert said(story) == [("peer bypassed", f"{DEAD} {how}")]
 
 
@@ -145,7 +145,7 @@ def test_a_peer_is_tried_by_one_request_after_its_pause_and_is_back_with_a_succe
     assert not load(story, "behind", DEAD), "one is tried"
     answer(story, "tries")
     assert is_served(story, "later", DEAD)
-    assert said(story)[1:] == [("peer is back", f"loads from {DEAD} go on")]
+    assert said(story)[1:] == [("peer is back", f"loads from {DEAD} resume")]
 
 
 def test_a_trial_that_a_peer_fails_is_no_further_failure_of_the_tier() -> None:
@@ -172,7 +172,7 @@ def test_a_tier_is_left_alone_if_several_peers_fail_and_goes_on_with_one_of_them
     assert not said(story)[-1][1].startswith(WELL)
     assert said(story)[-2:] == [
         ("tier bypassed", "has several peers that fail: loads pause"),
-        ("tier is back", "loads go on"),
+        ("tier is back", "loads resume"),
     ]
 
 

@@ -155,7 +155,7 @@ def test_a_sick_tier_is_bypassed_tried_after_its_pause_and_back_with_a_success()
     lost = {"seconds": 30, "blocks_not_loaded": 3}  # one of each failure, trials as well
     assert said == [
         ("tier bypassed", "failed a load: loads pause", "warning", {}),
-        ("tier is back", "loads go on", "info", lost),
+        ("tier is back", "loads resume", "info", lost),
     ]
 
 
@@ -172,7 +172,7 @@ def test_a_tier_that_takes_stores_again_says_what_it_did_not_get() -> None:
         story.let_pass(10.0)
         story.answer_all()
         end = story.runtime.cell.notices[-1]
-        assert (end.event, end.detail) == ("tier is back", "stores go on")
+        assert (end.event, end.detail) == ("tier is back", "stores resume")
         assert end.numbers == {"seconds": 10, "blocks_not_stored": 2}
         story.let_pass(1.1)
         story.answer_all()  # what has waited
@@ -221,7 +221,7 @@ def test_successes_in_between_keep_a_tier_in_use(work: str) -> None:
     assert link_of(story).audit().breaker is BreakerState.CLOSED
 
 
-HANGS = "did nothing of its {0}s for too long"
+HANGS = "completed none of its {0}s for too long"
 FULL = "has a full mailbox"
 
 
