@@ -126,7 +126,7 @@ class Cascades:
             batches.setdefault((block.request, block.is_admitted), []).append(key)
         for (request, is_admitted), keys in batches.items():
             slots = tuple(self._slots.slot_of[key] for key in keys)
-            assert self._slots.are_ready(slots), "a block waits for a tier, and is gone"
+            assert self._slots.are_ready(slots), "a deferred block is not READY"
             self._slots.pin(slots)
             self._gates[message.tier].post(
                 m.Cascade(request, tuple(keys), slots, epoch, is_admitted)

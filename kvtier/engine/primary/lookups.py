@@ -224,7 +224,7 @@ class Lookups:
     def _weigh(self, message: m.LookupPrefix, request: Request, first: int) -> None:
         """Decide what the request loads of the keys from ``first`` on, if possible yet."""
         place = message.place
-        assert place is not None, "a decision is taken where the keys' place is told"
+        assert place is not None, "a decision needs the keys' place"
         start = place.first_token + first * place.chunk_tokens
         place = place._replace(first_token=start)
         self._decisions.weigh(message.keys[first:], request, place, message.now)

@@ -83,7 +83,7 @@ class Promotions:
 
     def lets_wait(self, request: Request) -> bool:
         """Return whether a request still waits for others to release the slots that it needs."""
-        assert not self.leases_of(request.search.request), "who waits for room holds some"
+        assert not self.leases_of(request.search.request), "it waits, and leases slots"
         if self.now >= request.room_until:
             request.stop_waiting()
         return self._available() < min(request.room_wanted, self._slots_max)

@@ -224,7 +224,7 @@ class RunningPrefixes:
                 break
             victim = behind
             seen.add(victim)
-        assert len(seen) == 1 or can_go(victim), "what goes instead has to stay"
+        assert len(seen) == 1 or can_go(victim), "the stand-in has to stay"
         return victim
 
     def _behind(self, victim: Key, can_go: Callable[[Key], bool], seen: set[Key]) -> Key | None:
