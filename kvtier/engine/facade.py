@@ -185,7 +185,7 @@ class SchedulerFacade:
 
         ``seconds``: since the step before; None if the engine was idle for some of it.
         ``attention``: the sum over requests of ``n² + 2 n c``, for ``n`` tokens computed behind
-        ``c``. Steps that compute no prompt may be left out after two of them.
+        ``c``. Steps that compute no prompt may be left out after the first of them.
         """
         self._ask(m.StepComputed(tokens, attention, seconds))
 
