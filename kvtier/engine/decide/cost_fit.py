@@ -50,6 +50,7 @@ class CostFit:
         self.weight = 0.0  #: of all observations; the newest has 1
         self.error = ERROR_FIRST
         self._sums = [0.0] * 5  # weighted, for the normal equations: xx, xy, yy, xs and ys
+        self._suspects.clear()
         for x, y, seconds in observations:
             self._add(x, y, seconds, seconds)
 
@@ -76,7 +77,6 @@ class CostFit:
         expected = self.seconds(x, y)
         if self._has_changed(x, y, seconds, expected):
             self.restart(*self._suspects)
-            self._suspects.clear()
             return
         kept, error = self._forgetting, abs(seconds - expected) / expected
         self.error = min(ERROR_MAX, kept * self.error + (1 - kept) * error)

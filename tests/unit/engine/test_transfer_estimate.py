@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.engine.decide.cost_fit import CostFit
 from kvtier.engine.decide.transfer_estimate import TransferEstimate
 
 SIZES = (64, 128, 192, 64, 256, 32)
@@ -109,6 +110,17 @@ def test_after_a_long_silence_one_observation_is_enough() -> None:
     estimate = learnt(0.0, 1.0)
     estimate.observe(16, 0.016, 200.0)
     assert seconds(estimate, 100) == pytest.approx(0.1)
+
+
+def test_an_outlier_after_a_fresh_start_is_not_taken_for_a_change() -> None:
+    """What was seen before the start, of which nothing else is left, must not count with it."""
+    fit = CostFit(0.9)
+    for seconds in (1.0, 1.0, 1.0, 5.0, 5.0):
+        fit.observe(1, 10, seconds)
+    fit.restart()
+    fit.observe(1, 10, 1.0)
+    fit.observe(1, 10, 5.0)
+    assert fit.seconds(1, 10) < 3.0
 
 
 def test_the_spread_is_how_far_off_it_was() -> None:
