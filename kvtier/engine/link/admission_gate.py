@@ -81,32 +81,32 @@ class AdmissionGate(Actor):
             )
 
     def _request_ended(self, message: wire.RequestEnded) -> None:
-        wanted = self._ask(self._policy.end_request, message.request, message.order)
+        ended, order = message.request, message.order
+        wanted = self._ask(lambda: tuple(self._policy.end_request(ended, order) or ()))
         if wanted:
-            self.primary.post(
-                m.CascadeWanted(tier=self.tier, keys=tuple(wanted), request=message.request)
-            )
+            self.primary.post(m.CascadeWanted(tier=self.tier, keys=wanted, request=ended))
 
     def _touched(self, message: m.Touched) -> None:
-        self._ask(self._policy.touch, message.keys, message.request)
+        self._ask(lambda: self._policy.touch(message.keys, message.request))
 
     def _tick(self, message: wire.Tick) -> None:
-        self._ask(self._policy.pass_time, message.now)
+        self._ask(lambda: self._policy.pass_time(message.now))
 
     def _admit(self, message: m.Cascade) -> list[bool]:
         """Return one decision for each key, whatever the policy does."""
-        admitted = self._ask(self._policy.admit, message.keys, message.request)
-        if admitted is not None and len(admitted) != len(message.keys):
-            wrong = f"{len(admitted)} answers for {len(message.keys)} keys"
+        keys, request = message.keys, message.request
+        admitted = self._ask(lambda: [bool(each) for each in self._policy.admit(keys, request)])
+        if admitted is not None and len(admitted) != len(keys):
+            wrong = f"{len(admitted)} answers for {len(keys)} keys"
             self._note_broken(InternalError(wrong))
             admitted = None
-        return [True] * len(message.keys) if admitted is None else admitted
+        return [True] * len(keys) if admitted is None else admitted
 
-    def _ask(self, call: Callable[..., T], *what: object) -> T | None:
+    def _ask(self, call: Callable[[], T]) -> T | None:
         """Return the policy's result; None from its first exception on."""
         if not self._broke:
             try:
-                return call(*what)
+                return call()
             except Exception as error:  # noqa: BLE001 - a policy may be third-party code
                 self._note_broken(error)
         return None

@@ -17,7 +17,7 @@ from kvtier.policies.admission.second_touch import SecondTouchAdmission
 from tests.unit.engine._story import Story, cascade, counts_of, look_up
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvtier.settings.runtime_config import OffloadPolicy
 
@@ -108,18 +108,16 @@ def test_a_block_that_comes_back_from_the_gpu_was_written_once_and_is_again() ->
     assert serve(story, "third", KEYS[:1]) == KEYS[:1], "it was used twice before"
 
 
-@pytest.mark.parametrize("how", ["raises", "is short"])
+def _raise() -> list[bool]:
+    raise ValueError("no")
+
+
+@pytest.mark.parametrize("admit", [_raise, list, int, lambda: (_raise() for _ in "k")])
 def test_a_policy_that_breaks_is_left_out_and_said_once(
-    how: str, monkeypatch: pytest.MonkeyPatch
+    admit: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To lose the policy must not be to lose blocks."""
-
-    def admit(_self: object, _keys: object, _request: str) -> list[bool]:
-        if how == "raises":
-            raise ValueError("no")
-        return []
-
-    monkeypatch.setattr(SecondTouchAdmission, "admit", admit)
+    """To lose the policy must not be to lose blocks, nor the slots that they are read from."""
+    monkeypatch.setattr(SecondTouchAdmission, "admit", lambda *_: admit())
     story = story_of_second_touch()
     assert serve(story, "first", KEYS[:2]) == KEYS[:2]
     assert serve(story, "second", KEYS[2:4]) == KEYS[2:4]
