@@ -313,10 +313,11 @@ class ProbeKeys(Message, frozen=True, gc=False):
 
 
 class ProbesWithdrawn(Message, frozen=True, gc=False):
-    """The tier was not probed for these, because no request waited for the result any more."""
+    """The tier was not probed for these: no request waits for it. ``request``: as in ProbeKeys."""
 
     tier: int
     keys: tuple[Key, ...]
+    request: RequestId
 
 
 class ProbeEnded(Message, frozen=True, gc=False):

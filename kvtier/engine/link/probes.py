@@ -109,8 +109,9 @@ class Probes:
         if message.request is None:
             self._waiting.pop_all()
         elif message.unwanted:
-            keys = self._waiting.pop_unwanted(message.request, message.unwanted)
-            self._primary.post(m.ProbesWithdrawn(self._number, keys))
+            dropped = self._waiting.pop_unwanted(message.request, message.unwanted)
+            for apart, keys in dropped:
+                self._primary.post(m.ProbesWithdrawn(self._number, keys, apart))
 
     def send_waiting(self) -> None:
         """Send the probes that the tier has room for. If it is failing, end all waiting ones."""

@@ -49,6 +49,11 @@ class RequestRelay:
         """Notify the tier, as soon as its mailbox has room."""
         if isinstance(message, wire.RequestClosed):
             self._peers.pop(message.request, None)
+            about = [each for each in self._unsent if each.request == message.request]
+            if about and isinstance(about[0], wire.RequestOpened):  # the tier knows nothing of it
+                # So a tier that takes none for hours has notices of running requests only.
+                self._unsent = deque(each for each in self._unsent if each not in about)
+                return
         elif isinstance(message, wire.RequestOpened) and message.peer:
             self._peers[message.request] = message.peer
         self._unsent.append(message)

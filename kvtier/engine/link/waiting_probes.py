@@ -16,7 +16,7 @@ from kvtier.core import wire
 from kvtier.engine.link.flights import Flight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kvtier.plugin_api.keys import Key, RequestId
 
@@ -143,14 +143,16 @@ class WaitingProbes:
         self._remove(question)
         return None if question.is_asked else question.pop()
 
-    def pop_unwanted(self, asker: RequestId, unwanted: frozenset[Key]) -> tuple[Key, ...]:
-        """Drop and return a request's unsent keys that are unwanted."""
-        dropped: list[Key] = []
+    def pop_unwanted(
+        self, asker: RequestId, unwanted: frozenset[Key]
+    ) -> Iterator[tuple[RequestId, tuple[Key, ...]]]:
+        """Drop a request's unsent keys that are unwanted; yield ``Question.request`` with them."""
         for question in list(self._questions.get(asker, ())):
-            dropped += question.drop(unwanted)
+            dropped = question.drop(unwanted)
             if question.is_asked:
                 self._remove(question)
-        return tuple(dropped)
+            if dropped:
+                yield question.request, dropped
 
     def pop_impatient(self, since: float) -> list[Probe]:
         """Drop the questions from ``since`` or before; return their unsent keys."""

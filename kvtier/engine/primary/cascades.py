@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.core import messages as m
@@ -293,8 +294,9 @@ class MissingPrefixes:
         for key in keys:
             self._end_wait(key)
             self._lost[key] = None
-        while len(self._lost) > self._keys_max:
-            del self._lost[next(iter(self._lost))]
+        if (excess := len(self._lost) - self._keys_max) > 0:  # as in ``TierDirectory.learn``
+            for key in list(islice(self._lost, excess + (self._keys_max >> 6))):
+                del self._lost[key]
 
     def fill(self, key: Key, before: Key | None) -> None:
         """Note that a block, which follows ``before``, is sent to the tier."""

@@ -270,7 +270,7 @@ class LoadDecisions:
     def _decline(self, keys: Sequence[Key], request: Request) -> None:
         declined = [key for key in keys if key not in self._slot_of]
         self.counts.blocks_recomputed += len(declined)
-        self._directory.decline(declined, request.search)
+        request.search.decline(declined)
 
 
 class PrefillBacklog:

@@ -17,6 +17,7 @@ that request again. So each request waits at most once for each tier, and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct
@@ -193,7 +194,7 @@ class TierDirectory:
         """Return the handler of each message type that the primary tier delegates to this."""
         return {
             m.ProbeEnded: lambda x: self.answered(x.tier, x.keys, x.present, x.request),
-            m.ProbesWithdrawn: lambda x: self._shared.withdrawn(x.tier, x.keys),
+            m.ProbesWithdrawn: lambda x: self._probes_of(x.request).withdrawn(x.tier, x.keys),
             m.TierUsable: lambda x: self.set_usable(x.tier, usable=x.usable, answers=x.answers),
             m.TierForgotten: lambda x: self.forget_tier(x.tier),
         }
@@ -294,10 +295,6 @@ class TierDirectory:
             return (down & -down).bit_length(), "tier_down"
         return None
 
-    def decline(self, keys: Iterable[Key], search: Search) -> None:
-        """Find these keys nowhere for this request, until it no longer waits."""
-        search.decline(keys)
-
     def is_apart(self, request: RequestId) -> bool:
         """Return whether tiers answer the request apart from others."""
         return request in self._apart
@@ -315,9 +312,11 @@ class TierDirectory:
 
         ``request``: the one they are for, if it is answered apart.
         """
-        probes = self._apart.get(request) if request else self._shared
-        if probes is not None:
-            self._settle(tier, probes, keys, present)
+        self._settle(tier, self._probes_of(request), keys, present)
+
+    def _probes_of(self, request: RequestId) -> _Probes:
+        """Return the shared probes; or those of a request that is answered apart, if it runs."""
+        return self._apart.get(request, _Probes(0)) if request else self._shared
 
     def _settle(
         self, tier: int, probes: _Probes, keys: Sequence[Key], present: Sequence[bool]
@@ -365,9 +364,11 @@ class TierDirectory:
             known[key] = known.get(key, 0) | bit
         for key in removed:
             self._unlearn(key, bit)
-        # Forgetting is harmless: the tier is then probed. The oldest go first.
-        while len(known) > self._directory_keys_max:
-            del known[next(iter(known))]
+        # Forgetting is harmless: the tier is then probed. The oldest go first, a share of them at
+        # once: to find a dict's first key takes as long as many were deleted before it.
+        if (excess := len(known) - self._directory_keys_max) > 0:
+            for key in list(islice(known, excess + (self._directory_keys_max >> 6))):
+                del known[key]
 
     def forget_all(self) -> None:
         """Forget the known keys of all tiers, and the verdicts of running requests."""

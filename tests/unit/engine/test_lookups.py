@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import TYPE_CHECKING, Final
+
 import pytest
 
 from kvtier.core import wire
 from kvtier.core.block_state import BlockState
-from kvtier.plugin_api.backend import Outcome
+from kvtier.plugin_api.backend import BackendTraits, Outcome
 from kvtier.tier.driver_messages import LoadBatch
-from tests.unit.engine._story import Story, keys_of, story_of_a_tier
+from tests.unit.engine._story import (
+    Story,
+    keys_of,
+    link_of,
+    look_up,
+    story_of_a_tier,
+    tier_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ABSENT, PROBING = BlockState.ABSENT, BlockState.PROBING
 FILLING, READY = BlockState.FILLING, BlockState.READY
@@ -224,3 +237,53 @@ def test_a_hit_from_before_a_reset_protects_nothing_after_it() -> None:
     for key in (second, third):
         facade.complete_store(story.grant([key], "r").keys, "r")
     assert facade.lookup(third, "r") is True
+
+
+def _looks_up(place: int) -> Callable[[Story], object]:
+    def look_up(story: Story) -> None:
+        story.facade.lookup_state(keys_of(2)[place], "r")
+        story.facade.step_end()
+        story.runtime.cell.settle()
+
+    return look_up
+
+
+MOVES: Final = (
+    _looks_up(0),
+    _looks_up(1),
+    lambda story: story.facade.on_requests_scheduled(["r"]),
+    lambda story: story.answer_all(Outcome.ABSENT),
+    lambda story: look_up(story, keys_of(2)[1], "other"),
+)
+
+
+@pytest.mark.parametrize("request_scoped", [False, True])
+def test_every_lookup_ends_whatever_its_request_did_before(request_scoped: bool) -> None:
+    """A preempted request looks up again what it no longer waited for when it ran."""
+    params = b"\x80" if request_scoped else b""
+    for moves in product(MOVES, repeat=4):
+        story = Story(backend_traits=BackendTraits(1, 1, request_scoped=request_scoped))
+        story.facade.on_request_started("r", params=params)
+        for move in moves:
+            move(story)
+        for key in keys_of(2):
+            story.facade.lookup_state(key, "r")
+        story.step(Outcome.ABSENT)
+        story.step(Outcome.ABSENT)
+        states = [story.facade.lookup_state(key, "r") for key in keys_of(2)]
+        assert states == [BlockState.ABSENT] * 2, [MOVES.index(move) for move in moves]
+
+
+def test_a_tier_that_takes_no_notices_keeps_none_of_requests_that_are_over() -> None:
+    """It may do so for hours. Of those that run, it is notified once it takes them again."""
+    story = Story(backend_traits=BackendTraits(1, 1, request_scoped=True))
+    tier_of(story).is_full = True
+    for number in range(20):
+        story.facade.on_request_started(f"r{number}", params=b"\x80")
+        story.facade.step_end()
+    for number in range(19):
+        story.facade.on_request_finished(f"r{number}")
+    assert [each.request for each in link_of(story)._relay._unsent] == ["r19"]
+    tier_of(story).is_full = False
+    story.step()
+    assert not link_of(story)._relay.has_unsent

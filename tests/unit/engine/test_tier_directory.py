@@ -238,10 +238,10 @@ def test_what_nobody_waits_for_is_withdrawn_and_what_others_wait_for_is_asked_fo
     assert found.stop_waiting("r") == {A}
     assert found.stop_waiting("r") == frozenset(), "it is told once"
     find(found, A, "third")  # before the link has released the key
-    found.handlers()[m.ProbesWithdrawn](m.ProbesWithdrawn(0, (A,)))
+    found.handlers()[m.ProbesWithdrawn](m.ProbesWithdrawn(0, (A,), ""))
     assert list(found.pop_unsent()) == [(0, "third", [A])], "B is asked for as it was"
     assert found.stop_waiting("third") == {A}
-    found.handlers()[m.ProbesWithdrawn](m.ProbesWithdrawn(0, (A,)))
+    found.handlers()[m.ProbesWithdrawn](m.ProbesWithdrawn(0, (A,), ""))
     assert set(found.audit().waiters) == {B}
 
 
@@ -252,3 +252,13 @@ def test_each_request_asks_for_itself() -> None:
     find(found, A, "second")
     find(found, B, "second")
     assert list(found.pop_unsent()) == [(0, "r", [A]), (0, "second", [B])]
+
+
+def test_the_oldest_keys_are_forgotten_a_share_of_them_at_once() -> None:
+    """One by one, each would take as long as a million were deleted before it."""
+    found = asked(tiers=1, directory_keys_max=640)
+    keys = [bytes([number >> 8, number & 255]) + G0 for number in range(641)]
+    found.learn(0, keys[:640], ())
+    assert list(found.audit().known) == keys[:640]
+    found.learn(0, keys[640:], ())
+    assert list(found.audit().known) == keys[11:]
