@@ -88,9 +88,12 @@ def evict(
     """
     evicted = Evicted()
     namespaces: dict[int, list[str]] = {}
-    with suppress(OSError):
-        for name in _list(root):
-            namespaces.setdefault(namespace_number(name), []).append(name)
+    try:
+        names = _list(root)
+    except OSError as problem:  # unknown, not gone
+        return Evicted(failed=problem)
+    for name in names:
+        namespaces.setdefault(namespace_number(name), []).append(name)
     for victim in victims:
         if not keep_on():
             break
