@@ -17,8 +17,9 @@ from kvtier.tools.cli.exit_status import INTERRUPTED
 from kvtier_backends.disk import backend as disk_backend
 from kvtier_backends.disk.offline import purge_requests
 from kvtier_backends.disk.offline.inspection import Folder
+from kvtier_backends.fs.bound.protocol import SPACE
 from tests.unit.backends.disk._disk import open_disk
-from tests.unit.backends.fs._fs import FILE_BYTES, key_of, open_fs
+from tests.unit.backends.fs._fs import FILE_BYTES, ODD_NAMES, key_of, open_fs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,6 +118,19 @@ async def test_engines_hear_of_what_evict_removes(fs: Path, kvtier: Shell) -> No
         kvtier("evict", fs, "--capacity", "1")
         while key_of(100) not in lost:
             await engine.probe(100)
+
+
+@pytest.mark.parametrize("command", [["evict", "--capacity", "1"], ["purge", "--all"]])
+async def test_foreign_files_of_any_name_are_removed(
+    command: list[str], fs: Path, kvtier: Shell
+) -> None:
+    (fs / SPACE).mkdir()  # engines are told the names
+    leaf = next(fs.rglob("*.kv")).parent
+    for each in ODD_NAMES:
+        (leaf / os.fsdecode(each)).write_bytes(b"foreign")
+    name, *options = command
+    kvtier(name, fs, *options)
+    assert not [*leaf.iterdir()]
 
 
 async def test_evict_goes_on_every_so_often_until_it_is_interrupted(

@@ -1,7 +1,8 @@
 """Publishes evicted blocks to all engines: the names of their files, in numbered files.
 
 The cleaner writes them and removes old ones; every engine reads those that are new to it, and
-reports the loss of those blocks that it has announced.
+reports the loss of those blocks that it has announced, once it has found them gone. So a foreign
+file may have any name: the parts of one with a line end in it are no block's, or are checked.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Removals:
         folder = await ensure_folder(space, REMOVED)
         self._number += 1
         name = f"{self._term:010d}-{self._number:010d}"
-        await folder.write(name, "\n".join(self._unannounced).encode())
+        await folder.write(name, "\n".join(self._unannounced).encode(errors="surrogateescape"))
         self._unannounced.clear()
         self._kept.append(name)
         while len(self._kept) > FILES_MAX:
@@ -143,7 +144,7 @@ class RemovalsReader:
         removed: list[str] = []
         for name in sorted(there - self._seen):
             with suppress(FileNotFoundError):
-                removed += (await folder.read(name)).decode(errors="replace").splitlines()
+                removed += (await folder.read(name)).decode(errors="surrogateescape").split("\n")
             self._seen.add(name)
         self._seen &= there
         return removed

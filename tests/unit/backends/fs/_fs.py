@@ -25,6 +25,16 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 16384
 FILE_BYTES = BLOCK_BYTES + 4096
+ODD_NAMES = (
+    b"\xff.kv",
+    b"\xed\xa0\x80.bin",
+    b"a\nb.kv",
+    b"\r.kv",
+    "\x85\u2028.kv".encode(),
+    b" '.kv",
+)
+"""Of files that somebody else may put beside blocks: no text, or more than one line of it."""
+
 CONTEXT = BackendContext(
     BLOCK_BYTES,
     Namespace({"model_name": "org/m", "dtype": "bf16"}, {"model_name": "org/m", "tp_size": 1}, 0),

@@ -16,6 +16,8 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import BackendContext, Outcome
 from kvtier_backends.fs.bound import folder_bound as keeper_module
 from kvtier_backends.fs.bound.protocol import REMOVED, SPACE, TERMS
+from kvtier_backends.fs.bound.removals import Removals, RemovalsReader
+from kvtier_backends.fs.bound.small_files import DaemonExecutor, SmallFiles
 from kvtier_backends.fs.temporary import WriterProcess
 from tests.support.folder_files import files_of
 from tests.support.needs import needs
@@ -25,6 +27,7 @@ from tests.unit.backends.fs._fs import (
     BLOCK_BYTES,
     CONTEXT,
     FILE_BYTES,
+    ODD_NAMES,
     Fs,
     key_of,
     make_fs,
@@ -137,6 +140,32 @@ async def test_a_folder_that_was_too_large_is_brought_within_its_bound(tmp_path:
     await backend.close()
     async with bounded(tmp_path / "kv"):
         await until_true(lambda: folder_bytes(tmp_path / "kv") <= CAPACITY)
+
+
+async def test_foreign_files_of_any_name_are_evicted(tmp_path: Path) -> None:
+    """The name of one could once not be announced, and the engine never cleaned again."""
+    async with bounded(tmp_path / "kv") as fs:
+        await store_all(fs, range(1))
+        leaf = fs.path(0).parent
+    foreign = [leaf / os.fsdecode(name) for name in ODD_NAMES]
+    for path in foreign:
+        path.write_bytes(bytes(FILE_BYTES))
+        os.utime(path, (1, 1))
+    async with bounded(tmp_path / "kv") as fs:
+        await store_all(fs, range(1, 2 * BLOCKS))
+        assert not any(path.exists() for path in foreign)
+        assert fs.count("space_failed") == 0
+    (tmp_path / "space").mkdir()
+    executor = DaemonExecutor(1, "names")
+    space = SmallFiles(os.open(tmp_path / "space", os.O_RDONLY), executor, 0o700)
+    removals, reader = Removals(), RemovalsReader()
+    await removals.begin(space, 1)
+    assert await reader.new(space) == []
+    whole = [path.name for path in foreign if "\n" not in path.name]
+    removals.note(whole)
+    await removals.announce(space)
+    assert await reader.new(space) == whole
+    executor.shutdown()
 
 
 async def test_namespaces_share_the_bound(tmp_path: Path) -> None:
