@@ -9,6 +9,7 @@ continue. So one thread starts them all, and ends only with its process.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import queue
 import signal
@@ -88,8 +89,12 @@ def _orders_of_this_process() -> queue.SimpleQueue[_Order]:
     global _orders  # noqa: PLW0603 - one thread for the whole process
     with _starting:
         if _orders is None:
-            _orders = queue.SimpleQueue()
-            daemon_thread(partial(_carry_out, _orders), THREAD_NAME).start()
+            orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+            try:
+                daemon_thread(partial(_carry_out, orders), THREAD_NAME).start()
+            except RuntimeError as no_thread:  # the next call tries again
+                raise OSError(errno.EAGAIN, "no thread can be started") from no_thread
+            _orders = orders
         return _orders
 
 

@@ -7,10 +7,12 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 
 import pytest
 
+from kvtier.hosts import spawning
 from kvtier.hosts.spawning import spawn
 from tests.support.patience import PATIENCE_S
 
@@ -77,6 +79,23 @@ def test_a_program_that_cannot_be_started_is_the_callers_error() -> None:
     with spawn(["/bin/cat"], ()) as cat:
         cat.stdin.close()  # type: ignore[union-attr]
     assert cat.returncode == 0
+
+
+def test_without_a_thread_it_fails_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later call once waited for ever: for a thread that had not been started."""
+    monkeypatch.setattr(spawning, "_orders", None)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as refused:
+        refused.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            with pytest.raises(OSError, match="no thread can be started"):
+                spawn(["/bin/true"], ())
+            assert spawning._orders is None
+    with spawn(["/bin/true"], ()):
+        pass
 
 
 def test_a_fork_of_the_process_starts_its_own() -> None:
