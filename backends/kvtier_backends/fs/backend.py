@@ -376,7 +376,10 @@ class FsBackend(Backend):
         if dead or others:
             # It walks folders, which takes long: in a thread of its own it delays nothing.
             name = f"{self._tier_name}-look"
-            daemon_thread(look_around, name, self._report_raised).start()
+            try:
+                daemon_thread(look_around, name, self._report_raised).start()
+            except RuntimeError as no_thread:  # the next engine does it
+                self._report_raised(no_thread)
 
     def _report_raised(self, error: BaseException) -> None:
         self._incidents.report("store", "upkeep_failed", error)

@@ -7,7 +7,7 @@ a call hangs, so an executor with daemon threads is passed instead.
 from __future__ import annotations
 
 import asyncio
-import itertools
+import errno
 import os
 import queue
 import threading
@@ -37,8 +37,9 @@ class DaemonExecutor(Executor):
     """Runs calls in daemon threads: one that hangs does not keep the process from ending."""
 
     def __init__(self, threads: int, name: str) -> None:
-        self._names = (f"{name}-{number}" for number in itertools.count())
-        self._left = threads
+        self._name = name
+        self._threads_max = threads
+        self._threads = 0
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
         self._calls = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -50,18 +51,26 @@ class DaemonExecutor(Executor):
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Future[Answer]:
-        """Queue a call. Raises ``RuntimeError`` if no thread can be started."""
+        """Queue a call. Raises ``OSError`` if there is no thread, and none can be started."""
+        with self._lock:
+            if self._threads < self._threads_max:
+                self._start_one()
         future: Future[Answer] = Future()
         self._calls.put((future, partial(fn, *args, **kwargs)))
-        with self._lock:
-            if self._left > 0:
-                self._left -= 1
-                daemon_thread(self._work, next(self._names)).start()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - as its base class has it
         """Let each thread end after its current call. Never waits."""
         self._calls.put(None)
+
+    def _start_one(self) -> None:
+        try:
+            daemon_thread(self._work, f"{self._name}-{self._threads}").start()
+        except RuntimeError as no_thread:
+            if self._threads:
+                return  # the others do the work, and the next call tries again
+            raise OSError(errno.EAGAIN, "no thread can be started") from no_thread
+        self._threads += 1
 
     def _work(self) -> None:
         while (work := self._calls.get()) is not None:
@@ -73,16 +82,15 @@ class DaemonExecutor(Executor):
 def _carry_out(future: Future[Any], call: Callable[[], Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return
-    with suppress(RuntimeError):  # its loop is closed: there is nothing left to notify
-        try:
-            result = call()
-        except BaseException as problem:  # noqa: BLE001 - passed to the waiting call
-            future.set_exception(problem)
-            # Its traceback has this frame: without this, the folders in it stay open until
-            # garbage is collected.
-            del future
-        else:
-            future.set_result(result)
+    try:
+        result = call()
+    except BaseException as problem:  # noqa: BLE001 - passed to the waiting call
+        future.set_exception(problem)
+        # Its traceback has this frame: without this, the folders in it stay open until
+        # garbage is collected.
+        del future
+    else:
+        future.set_result(result)
 
 
 class SmallFiles(Folder):

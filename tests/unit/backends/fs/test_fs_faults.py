@@ -154,6 +154,26 @@ async def test_what_a_sweep_raises_is_counted_and_logged(
     assert "unhandled exception in kvtier thread" in {line["event"] for line in lines}
 
 
+async def test_a_tier_opens_without_a_thread_to_sweep_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+        markers = fs.path(1).parents[2] / "writers"
+    (markers / str(WriterProcess(this_writer().host, 1, 12))).write_bytes(b"")
+    real = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.endswith("-look"):
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    async with open_fs(tmp_path / "kv") as fs:
+        assert fs.count("upkeep_failed") == 1
+        assert await fs.load(1) is Outcome.DONE
+
+
 @needs("fuse")
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_filesystem_that_lists_names_alone_is_swept_too(tmp_path: Path, fails: bool) -> None:
