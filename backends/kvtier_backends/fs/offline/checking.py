@@ -1,10 +1,10 @@
 """Verifies the block files of a folder, and removes unsound ones.
 
-Engines may be running meanwhile: a file that is gone by the time it is read is skipped, and one
-that is replaced while it is read is read to its end. Blocks without a checksum, such as vLLM's own,
-are counted and not judged. The same holds for encrypted blocks, except for their trailer, and for
-compressed ones if the library is missing. A signed block is compared with its checksum; its
-signature is not checked, so no key is needed.
+Engines may be running meanwhile: a file that is gone by the time it is read or removed is skipped,
+and one that is replaced while it is read is read to its end. Blocks without a checksum, such as
+vLLM's own, are counted and not judged. The same holds for encrypted blocks, except for their
+trailer, and for compressed ones if the library is missing. A signed block is compared with its
+checksum; its signature is not checked, so no key is needed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Checked:
 
     blocks: int = 0  #: that passed
     unverified: int = 0  #: without a checksum, or under a name that does not yield the key
-    skipped: int = 0  #: gone by the time they were read
+    skipped: int = 0  #: gone by the time they were read, or were to be removed
     bytes_read: int = 0
     cases: Counter[str] = field(default_factory=Counter)
     problems: list[Problem] = field(default_factory=list)
@@ -85,17 +85,22 @@ def _check(folder: FsFolder, file: BlockFile, checked: Checked, *, repair: bool)
     except _Unverified:
         checked.unverified += 1
     except TrailerDamaged as problem:
-        _found(folder, file, "blocks_damaged", str(problem), checked)
-        if repair:
-            folder.remove(file)
-            checked.repaired += 1
+        what = str(problem)
+        try:
+            if repair and not folder.remove(file):
+                checked.skipped += 1
+                return
+            checked.repaired += repair
+        except OSError as left:
+            what = f"{what}; not removed: {left.strerror or left}"
+        _found(file, "blocks_damaged", what, checked)
     except OSError as problem:
-        _found(folder, file, "blocks_unreadable", problem.strerror or str(problem), checked)
+        _found(file, "blocks_unreadable", problem.strerror or str(problem), checked)
     else:
         checked.blocks += 1
 
 
-def _found(_folder: FsFolder, file: BlockFile, case: str, what: str, checked: Checked) -> None:
+def _found(file: BlockFile, case: str, what: str, checked: Checked) -> None:
     checked.cases[case] += 1
     if len(checked.problems) < PROBLEMS_MAX:
         checked.problems.append(Problem(case, file.path, what))
