@@ -219,7 +219,7 @@ class FolderBound:
             yield stage
         except BaseException as problem:
             is_gone = isinstance(problem, OSError) and problem.errno in _GRANT_GONE
-            if is_gone and not _is_there(stage.folder):
+            if is_gone and _is_removed(stage.folder):
                 grants.lose(grant)
                 raise NoGrant from problem
             if stage.size is not None:
@@ -366,7 +366,10 @@ class FolderBound:
         except PlaceLost:
             self._leave()
             raise
-        is_gone = self._space is not None and not _is_there(self._space.descriptor)
+        space = self._space
+        is_gone = space is not None and await loop.run_in_executor(
+            self._executor, _is_removed, space.descriptor
+        )
         if place is not self._place or is_gone:
             self._leave()
             self._hands.root = SmallFiles(os.dup(place.root), self._executor, self._folder_mode)
@@ -413,9 +416,9 @@ async def _tidy(space: Folder) -> None:
                 await space.remove(name)
 
 
-def _is_there(folder: int) -> bool:
-    """Return whether an open folder still exists."""
+def _is_removed(folder: int) -> bool:
+    """Return whether an open folder no longer exists. Touches storage."""
     try:
-        return os.fstat(folder).st_nlink > 0
+        return os.fstat(folder).st_nlink == 0
     except OSError:
-        return False
+        return True

@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from contextlib import asynccontextmanager
+import threading
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
@@ -37,11 +40,22 @@ from tests.unit.backends.fs.bound._timing import QUICK
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 BLOCKS = 64
 CAPACITY = BLOCKS * FILE_BYTES
+MAY_HANG = (
+    "fstat",
+    "listdir",
+    "mkdir",
+    "open",
+    "rename",
+    "rmdir",
+    "scandir",
+    "stat",
+    "unlink",
+    "utime",
+)
 STORES_BETWEEN_USES = 8
 """Far fewer than there is room for: what has just been used is none of the oldest then."""
 
@@ -291,6 +305,44 @@ async def test_a_folder_that_is_deleted_is_begun_anew(tmp_path: Path) -> None:
         await until_true(lambda: is_removed(tmp_path / "gone"))
         await store_all(fs, range(4, 8))
         assert await fs.load(7) is Outcome.DONE
+
+
+class WatchedOs:
+    """Notes the calls on files below a folder, each with whether the loop's thread made it."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = set[tuple[str, bool]]()
+        self._root = os.fspath(root)
+        self._loops_thread = threading.get_ident()
+        for name in MAY_HANG:
+            monkeypatch.setattr(os, name, partial(self._call, name, getattr(os, name)))
+
+    def _call(self, name: str, real: Any, *given: Any, **named: Any) -> Any:
+        if any(map(self._is_below, (*given, *named.values()))):
+            self.calls.add((name, threading.get_ident() == self._loops_thread))
+        return real(*given, **named)
+
+    def _is_below(self, place: Any) -> bool:
+        if isinstance(place, int):
+            with suppress(OSError):
+                place = os.fspath(Path(f"/proc/self/fd/{place}").readlink())
+        return isinstance(place, str) and place.startswith(self._root)
+
+
+async def test_rounds_wait_for_the_filesystem_in_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that hangs on the event loop delays every load: once one did, in each round."""
+    async with bounded(tmp_path / "kv") as fs:
+        watched = WatchedOs(tmp_path / "kv", monkeypatch)
+        await store_all(fs, range(2 * BLOCKS))
+        assert fs.count("blocks_evicted") > 0
+        (tmp_path / "kv" / SPACE).rename(tmp_path / "kv" / "gone")
+        await until_true(lambda: is_removed(tmp_path / "kv" / "gone"))
+        watched.calls.clear()  # of the two lines above
+        await store_all(fs, range(2 * BLOCKS, 3 * BLOCKS))
+    assert {name for name, is_on_loop in watched.calls if is_on_loop} == set()
+    assert {name for name, _ in watched.calls} >= {"fstat", "listdir", "open", "rename", "unlink"}
 
 
 async def test_a_closed_engine_hands_its_room_and_its_term_over(tmp_path: Path) -> None:
