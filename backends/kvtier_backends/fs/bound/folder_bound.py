@@ -207,11 +207,11 @@ class FolderBound:
     def stage(self, name: str) -> Iterator[Stage]:
         """Yield the open folder in which a block's file is to be written, before it is renamed.
 
-        Raises ``NoGrant`` if nothing may be stored right now.
+        Raises ``NoGrant`` if nothing may be stored right now, ``OSError`` if this block never may.
         """
         location = locate(self._blocks_name, name)
         if location is None:
-            raise NoGrant
+            raise OSError(errno.EINVAL, "no bound can count a block of this name", name)
         grants = self._writer.grants
         grant = grants.begin(self._file_bytes)
         stage = Stage(grant.folder.descriptor)

@@ -39,7 +39,6 @@ _PADDING: Final = "_"
 _NAMESPACE_SHIFT: Final = 40
 _DIGITS_SHIFT: Final = 37
 _GROUP_SHIFT: Final = 20
-_GROUP_MAX: Final = (1 << 17) - 2
 _FAN_DIGITS: Final = 5
 
 
@@ -103,8 +102,7 @@ def leaf_number(blocks_name: str, folder: str) -> int | None:
         return None
     digits = (found[1] + found[2]).rstrip(_PADDING)
     group = 0 if found[3] is None else int(found[3]) + 1
-    is_odd = _PADDING in digits or group > _GROUP_MAX
-    if is_odd or (found[3] is not None and str(int(found[3])) != found[3]):
+    if _PADDING in digits or (found[3] is not None and str(int(found[3])) != found[3]):
         return None
     fan = int(digits, 16) if digits else 0
     return (

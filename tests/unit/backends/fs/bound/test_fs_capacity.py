@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import anyio.to_thread
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.plugin_api.backend import BackendContext, Outcome
+from kvtier.plugin_api.backend import BackendContext, Outcome, StoreBlock, block_digest
 from kvtier_backends.fs.bound import folder_bound as keeper_module
 from kvtier_backends.fs.bound.protocol import REMOVED, SPACE, TERMS
 from kvtier_backends.fs.bound.removals import Removals, RemovalsReader
@@ -370,6 +371,33 @@ async def test_what_a_killed_cleaner_left_unfinished_goes_with_its_term(tmp_path
     async with bounded(tmp_path / "kv") as fs:
         await until_true(lambda: not any(each.exists() for each in left))
         assert command.exists()
+
+
+@pytest.mark.parametrize(
+    "key", [b"h" * 32 + (10**5).to_bytes(4, "big"), b"h" + bytes(4)], ids=["group", "hash"]
+)
+async def test_a_block_whose_folder_has_no_number_costs_only_itself(
+    key: bytes, tmp_path: Path
+) -> None:
+    """Its store once went on for ever: there was room, and no grant."""
+    backend = make_fs(tmp_path / "kv", capacity_bytes=CAPACITY, layout="vllm")
+    await backend.open()
+    fs = Fs(backend)
+    try:
+        view = fs.view()
+        good = StoreBlock(bytes(36), view, block_digest(bytes(36), view))
+        bad = StoreBlock(key, view, block_digest(key, view))
+        with anyio.fail_after(PATIENCE_S):
+            while await backend.store([good]) != [Outcome.DONE]:
+                await anyio.to_thread.run_sync(pause)
+            assert await backend.store([good, bad, good]) == [
+                Outcome.DONE,
+                Outcome.FAILED,
+                Outcome.DONE,
+            ]
+        assert fs.count("stores_failed") == 1
+    finally:
+        await backend.close()
 
 
 def test_a_capacity_of_few_blocks_is_refused(tmp_path: Path) -> None:
