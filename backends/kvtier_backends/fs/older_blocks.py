@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -75,5 +76,5 @@ def _report(folder: FsFolder, name: str, tier_name: str, keep_on: Callable[[], b
         tier=tier_name,
         folder=os.path.join(folder.path, name),
         bytes=f"{at_least}{sum(sizes):,}",
-        remove=f"kvtier purge {folder.path} --namespace {digest}",
+        remove=shlex.join(["kvtier", "purge", folder.path, "--namespace", digest]),
     )

@@ -7,6 +7,7 @@ it, ``kvtier ls`` shows the model of the blocks, and how two namespaces differ.
 from __future__ import annotations
 
 import json
+import shlex
 import zlib
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,5 +46,5 @@ def tell_of_others(tier_name: str, path: str, others_bytes: int) -> None:
             tier=tier_name,
             path=path,
             bytes=f"{others_bytes:,}",
-            remove=f"kvtier purge {path} --namespace ...",
+            remove=f"kvtier purge {shlex.quote(path)} --namespace ...",
         )

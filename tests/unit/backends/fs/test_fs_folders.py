@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import stat
 import threading
 from dataclasses import replace
@@ -215,7 +216,7 @@ def facts_of(version: int, model: str = "org/m") -> BackendContext:
 @pytest.mark.anyio
 async def test_a_start_says_once_what_an_older_kvtier_has_left(tmp_path: Path) -> None:
     """Its names say too little of the weights: nobody serves it, and nothing overwrites it."""
-    root = tmp_path / "kv"
+    root = tmp_path / "a 'kv'; b"
     for context in (facts_of(1), facts_of(1, "org/other"), facts_of(3)):
         async with open_fs(root, context) as fs:
             await fs.store(1)
@@ -230,7 +231,7 @@ async def test_a_start_says_once_what_an_older_kvtier_has_left(tmp_path: Path) -
     (old,) = root.glob(f"{make_layout('kvtier', '', facts_of(1)).base_name}")
     assert line["folder"] == str(old)
     assert line["bytes"] == f"{FILE_BYTES:,}"
-    _, *command = line["remove"].split()
+    _, *command = shlex.split(line["remove"])
     assert main([*command, "--dry-run"]) == 0
     assert main(command) == 0
     assert not list(old.rglob("*.kv"))
