@@ -10,7 +10,8 @@ The host id covers the boot and the process namespace too: two containers with
 one host name do not share process numbers. A writer elsewhere cannot be checked,
 so its files go when they are a day old, by the clock that sets files' times:
 the server's. A marker is rewritten before each batch; one whose writer was idle for
-a day goes too, and is made again (``Unfinished.is_removed``).
+a day goes an hour later, when the files of its last batch are as old, and is made again
+(``Unfinished.is_removed``).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 MARKERS_NAME: Final = "writers"
 FOREIGN_AGE_S_MAX: Final = 24 * 3600.0
+BATCH_S_MAX: Final = 3600.0  #: by far: an unfinished file is younger than its marker by less
 _WRITER = re.compile(r"([0-9a-f]{12})-([0-9]{1,10})-([0-9]{1,20})")
 _TEMPORARY = re.compile(r".+\.([0-9a-f]{12}-[0-9]{1,10}-[0-9]{1,20})-[0-9]+\.tmp")
 _STAT_START_FIELD: Final = 19  # among the fields after the command's name, see proc(5)
@@ -118,7 +120,8 @@ def dead_markers(base: int, me: WriterProcess) -> list[str]:
     with suppress(OSError), _markers(base) as folder:
         for name in _names(folder):
             writer = parse_writer_untrusted(name)
-            if writer is not None and writer.is_dead(me, _age_s(name, folder, now_s)):
+            age_s = _age_s(name, folder, now_s) - BATCH_S_MAX
+            if writer is not None and writer.is_dead(me, age_s):
                 dead.append(name)
     return dead
 
@@ -149,6 +152,7 @@ def sweep_after(
     Then remove the markers, if the sweep was completed: otherwise the next engine continues.
     """
     folders, now_s = folders_of_dead(base, dead), folder_time_s(base, me)
+    yield from _sweep_files(base, _names(base), me, now_s)  # of descriptions
     if folders is None:
         yield from sweep(blocks, me, now_s, keep_on)
     else:

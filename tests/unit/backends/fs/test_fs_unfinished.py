@@ -14,7 +14,12 @@ from hypothesis import given, strategies
 
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.fs import temporary, unfinished
-from kvtier_backends.fs.temporary import FOREIGN_AGE_S_MAX, WriterProcess, this_writer
+from kvtier_backends.fs.temporary import (
+    BATCH_S_MAX,
+    FOREIGN_AGE_S_MAX,
+    WriterProcess,
+    this_writer,
+)
 from kvtier_backends.fs.unfinished import FOLDERS_MAX, Unfinished, folders_untrusted
 from tests.support.patience import until_true
 from tests.unit.backends._media import start_python
@@ -105,7 +110,7 @@ async def test_a_writer_that_was_idle_for_a_day_is_known_again_once_it_stores(
     async with open_fs(root) as idle:
         await idle.store(1)
         (own,) = markers(root)
-        a_day_ago = own.stat().st_mtime - FOREIGN_AGE_S_MAX - 60
+        a_day_ago = own.stat().st_mtime - FOREIGN_AGE_S_MAX - BATCH_S_MAX - 60
         os.utime(own, (a_day_ago, a_day_ago))
         with monkeypatch.context() as elsewhere:
             other = this_writer()._replace(host="0" * 12)
@@ -115,6 +120,44 @@ async def test_a_writer_that_was_idle_for_a_day_is_known_again_once_it_stores(
         monkeypatch.setattr(unfinished, "LOOK_PAUSE_S", 0.0)
         await idle.store(2)
         assert folders_untrusted(own.read_bytes()) == {"/".join(idle.path(2).parts[-3:-1])}
+
+
+def test_a_foreign_marker_stays_until_its_last_files_are_old_enough_too(tmp_path: Path) -> None:
+    """They are younger than it by a batch: it once went first, and nobody swept them any more."""
+    folder = os.open(tmp_path, os.O_RDONLY)
+    me, gone = this_writer(), WriterProcess("0" * 12, 1, 12)
+    os.close(temporary.add_marker(folder, me, 0o700, 0o600))
+    own = tmp_path / "writers" / str(gone)
+    marker(own).note(frozenset(["abc/de"]))
+    (tmp_path / "abc" / "de").mkdir(parents=True)
+    left = tmp_path / "abc" / "de" / f"block.{gone}-1.tmp"
+    left.write_bytes(b"half")
+    now_s = temporary.folder_time_s(folder, me)
+    for batch_age_s in range(0, 30 * 3600, 30):
+        for path, age_s in ((own, batch_age_s), (left, batch_age_s - 60)):
+            os.utime(path, (now_s - age_s, now_s - age_s))
+        dead = temporary.dead_markers(folder, me)
+        if dead:
+            break
+    list(temporary.sweep_after(dead, folder, folder, me, lambda: True))
+    os.close(folder)
+    assert not left.exists()
+    assert not own.exists()
+
+
+async def test_an_unfinished_description_is_swept_where_blocks_have_a_folder_of_their_own(
+    tmp_path: Path,
+) -> None:
+    async with open_fs(tmp_path / "kv", layout="vllm") as fs:
+        assert (await fs.backend.probe([bytes(36)])) == [False]
+    (described,) = (tmp_path / "kv").glob("*/config.json")
+    dead = WriterProcess(this_writer().host, 1, 12)
+    marker(described.parent / "writers" / str(dead)).note(frozenset(["abc/de"]))
+    described.with_name(f"config.json.{dead}-0.tmp").write_bytes(b"half")
+    async with open_fs(tmp_path / "kv", layout="vllm") as fs:
+        await until_true(lambda: len(markers(tmp_path / "kv")) == 1)
+        assert fs.count("temporaries_swept") == 1
+        assert fs.temporaries() == []
 
 
 async def test_a_writer_that_stores_again_while_others_sweep_keeps_its_marker(
