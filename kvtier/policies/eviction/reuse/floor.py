@@ -122,7 +122,7 @@ class Floor:
             if turnovers > self._while:
                 self._follow(lru=False)
         elif self._lead < -SURE * sqrt(self._spread) - 1.0:
-            succeeded = turnovers > max(self._while, TURNOVERS_OF_LRU)
+            succeeded = turnovers > self._while
             longer = min(TURNOVERS_OF_LRU_MAX, 2.0 * self._while)
             self._while = TURNOVERS_OF_LRU if succeeded else longer
             self._follow(lru=True)
