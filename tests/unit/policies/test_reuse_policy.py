@@ -8,24 +8,28 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
 
 from kvtier.policies.eviction.reuse.cohorts import Cohorts
 from kvtier.policies.eviction.reuse.ghosts import Ghosts
 from kvtier.policies.eviction.reuse.model import (
+    _WIDTHS,
     AGE_BINS,
     BINS_FROM,
     ReuseModel,
     age_bin,
-    gains_and_costs,
 )
 from kvtier.policies.eviction.reuse.policy import ReusePolicy
 from kvtier.policies.eviction.reuse.tree import ASIDE, FRONT, Node, PrefixTree
 from kvtier.policies.eviction.reuse.tree import keys_of as keys_in
 from tests.support.examples import examples
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Step = tuple[Any, ...]
 GROUPS = [b"\0\0\0\0", b"\0\0\0\1"]
@@ -411,6 +415,13 @@ def test_the_index_is_the_best_ratio_over_all_horizons(
             )
             assert model.index_of(cohort, starts_at(start)) == pytest.approx(best)
         assert 0.0 <= gains[cohort].sum() <= 1.0, "no more than all of them return"
+
+
+def gains_and_costs(hazards: NDArray[np.float64]) -> tuple[Any, Any]:
+    """Return the chance to return in each bin, and the expected time in the cache there."""
+    alive = np.cumprod(1.0 - hazards, axis=-1) / (1.0 - hazards)
+    gains = alive * hazards
+    return gains, (alive - 0.5 * gains) * _WIDTHS
 
 
 def starts_at(number: int) -> float:

@@ -195,10 +195,3 @@ def _sum_by(label_of: Ints, table: Floats, labels: int) -> Floats:
     places = label_of[:, np.newaxis] * AGE_BINS + np.arange(AGE_BINS)
     sums = np.bincount(places.ravel(), table.ravel(), labels * AGE_BINS).astype(np.float64)
     return sums.reshape(labels, AGE_BINS)
-
-
-def gains_and_costs(hazards: Floats) -> tuple[Floats, Floats]:
-    """Return the chance to return in each bin, and the expected time in the cache there."""
-    alive = np.cumprod(1.0 - hazards, axis=-1) / (1.0 - hazards)
-    gains = alive * hazards
-    return gains, (alive - 0.5 * gains) * _WIDTHS
