@@ -15,6 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api.log import log
 from kvtier_backends.fs.bound.eviction import walk_files
 from kvtier_backends.fs.offline.inspection import FsFolder
+from kvtier_backends.fs.open_root import names_in
 from kvtier_backends.shared.namespaces import facts_of
 
 if TYPE_CHECKING:
@@ -34,11 +35,7 @@ def neighbours(root: int, layout: Layout) -> list[str]:
 
     Only lists the folder: few have other namespaces, and a thread that reads their files may hang.
     """
-    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
-    try:
-        names = os.listdir(descriptor)
-    finally:
-        os.close(descriptor)
+    names = names_in(root)
     model = layout.base_name.rpartition("_")[0]
     ours = (name for name in names if name.rpartition("_")[0] == model)
     return sorted(name for name in ours if name != layout.base_name)

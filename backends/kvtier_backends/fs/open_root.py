@@ -323,6 +323,15 @@ def special_file(mode: int, path: str) -> SpecialFile:
     return SpecialFile(errno.ESPIPE, f"{kind_of_file(mode)} lies where a file should be", path)
 
 
+def names_in(folder: int) -> list[str]:
+    """Return the names in an open folder, even one opened with ``O_PATH``. Raises ``OSError``."""
+    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        return os.listdir(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def open_both(blocks: int, first: str, second: str, mode: int = 0, *, make: bool = False) -> int:
     """Open one folder in another. Raises ``OSError``, also for a symbolic link.
 

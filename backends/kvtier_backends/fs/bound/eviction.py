@@ -26,6 +26,7 @@ from kvtier_backends.fs.bound.protocol import (
     leaf_number,
     namespace_number,
 )
+from kvtier_backends.fs.open_root import names_in
 from kvtier_backends.posix import GONE
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def evict(
     evicted = Evicted()
     namespaces: dict[int, list[str]] = {}
     try:
-        names = _list(root)
+        names = names_in(root)
     except OSError as problem:  # unknown, not gone
         return Evicted(failed=problem)
     for name in names:
@@ -193,8 +194,3 @@ def _opened(path: str, folder: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _list(folder: int) -> list[str]:
-    with _opened(".", folder) as opened:
-        return os.listdir(opened)

@@ -21,7 +21,7 @@ import aiofiles.os
 
 from kvtier.plugin_api.threads import daemon_thread
 from kvtier_backends.fs.bound.protocol import SMALL_FILE_BYTES_MAX, Folder
-from kvtier_backends.fs.open_root import FOLDER_FLAGS, refuse_special_file
+from kvtier_backends.fs.open_root import FOLDER_FLAGS, names_in, refuse_special_file
 from kvtier_backends.fs.temporary import temporary_path, this_writer
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class SmallFiles(Folder):
 
     async def names(self) -> list[str]:
         """Return the names in it."""
-        return await self._run(_names, self.descriptor)
+        return await self._run(names_in, self.descriptor)
 
     async def read(self, name: str) -> bytes:
         """Return a small file's bytes. Never waits for anything that is not a file."""
@@ -170,11 +170,3 @@ class SmallFiles(Folder):
 
     def _open_for_writing(self, name: str, _flags: int) -> int:
         return os.open(name, _WRITE_FLAGS, self._file_mode, dir_fd=self.descriptor)
-
-
-def _names(folder: int) -> list[str]:
-    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
-    try:
-        return os.listdir(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,7 +22,7 @@ MAY_NAME_PATHS = {
     "RootHandle._path_is_gone": "a root that was deleted on the same filesystem",
     "prepare_root": "the root, at the start",
     "_names": "an open descriptor",
-    "neighbours": "an open descriptor",
+    "names_in": "an open descriptor",
     "FsBackend.check_options": "the root, before anything is there",
 }
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from kvtier_backends.fs import open_root
 from kvtier_backends.fs.bound import eviction
 from kvtier_backends.fs.bound.account import Account
 from kvtier_backends.fs.bound.eviction import Evicted, evict, scan, walk_files
@@ -92,6 +93,7 @@ def test_whichever_call_of_an_eviction_fails_no_file_that_is_there_is_forgotten(
         failing_os = FailingOs(failing, error)
         with monkeypatch.context() as faulty:
             faulty.setattr(eviction, "os", failing_os)
+            faulty.setattr(open_root, "os", failing_os)
             evicted = evict(root, found.known, folders=folders)
         account = account_after(found, evicted)
         assert account.bound >= on_disk(tmp_path), failing
