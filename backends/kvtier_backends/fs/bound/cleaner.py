@@ -110,10 +110,6 @@ class Issuer:
                     await term.remove(f"{WANT}{writer.name}")
                 del self._writers[writer.name]
 
-    def forget_lacking(self) -> None:
-        """Forget the bytes that there was no room for: as many are evicted now."""
-        self.lacking_bytes = 0
-
     def needed(self) -> int:
         """Return how many bytes are to be granted next, if there is room."""
         return sum(self._share(writer) for writer in self._waiting())
@@ -415,13 +411,11 @@ class Cleaner:
         self._saved_s = self._epoch_s = self._now()
 
     async def _load(self, space: Folder) -> None:
-        try:
+        with suppress(FileNotFoundError, RecordDamaged):
             known, raw = decode_array_untrusted(await space.read(MANIFEST), KNOWN)
             head = decode_untrusted(raw, ManifestHead)
-        except (FileNotFoundError, RecordDamaged):
-            return
-        holds = head.holds and head.capacity <= self._capacity and not self._others_store
-        self.account.begin_from(Manifest(known.copy()), head.epoch, holds=holds)
+            holds = head.holds and head.capacity <= self._capacity and not self._others_store
+            self.account.begin_from(Manifest(known.copy()), head.epoch, holds=holds)
 
     async def _save(self, space: Folder) -> None:
         account = self.account
@@ -434,11 +428,8 @@ class Cleaner:
     async def _merge_uses(self, term: Folder, names: list[str]) -> None:
         for name in names:
             if name.startswith(USES):
-                try:
+                with suppress(RecordDamaged):
                     used, _ = decode_array_untrusted(await term.read(name), BLOCKS)
-                except RecordDamaged:
-                    pass
-                else:
                     self.account.touch(used)
                 await term.remove(name)
 
@@ -516,7 +507,7 @@ class Cleaner:
     def _begin_making_room(self) -> None:
         lacking = min(self._issuer.lacking_bytes, self._capacity // RESERVE_SHARE)
         if self._begin_evicting(max(lacking, self._capacity // FULL_SHARE), folders=True):
-            self._issuer.forget_lacking()
+            self._issuer.lacking_bytes = 0  # as many are evicted now
 
     def _begin_evicting(self, size: int, *, folders: bool = False) -> bool:
         """Begin to remove this many bytes of blocks, unless an eviction is running.
@@ -556,8 +547,7 @@ async def _newest(terms: Folder) -> int:
 
 
 async def _lease_untrusted(terms: Folder, number: int) -> Lease | None:
-    try:
+    with suppress(FileNotFoundError, RecordDamaged):
         term = await terms.open_folder(term_name(number))
         return decode_untrusted(await term.read(LEASE), Lease)
-    except (FileNotFoundError, RecordDamaged):
-        return None
+    return None

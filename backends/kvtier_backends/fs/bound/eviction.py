@@ -58,7 +58,6 @@ class Pace:
 BLOCK_SUFFIXES: Final = (".kv", ".bin")
 _DEPTH: Final = 3  #: of block files below the root: namespace, two folders
 _LIST_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_CLOSED: Final = "the scan was given up"
 
 
 class ScanGivenUp(OSError):
@@ -90,11 +89,10 @@ def evict(
     evicted = Evicted()
     namespaces: dict[int, list[str]] = {}
     try:
-        names = names_in(root)
-    except OSError as problem:  # unknown, not gone
+        for name in names_in(root):
+            namespaces.setdefault(namespace_number(name), []).append(name)
+    except OSError as problem:  # they may be there
         return Evicted(failed=problem)
-    for name in names:
-        namespaces.setdefault(namespace_number(name), []).append(name)
     for victim in victims:
         if not keep_on():
             break
@@ -171,7 +169,7 @@ def walk_files(
             below = f"{path}/{name}" if path else name
             if is_folder:
                 if not keep_on():
-                    raise ScanGivenUp(_CLOSED)
+                    raise ScanGivenUp("the scan was given up")
                 if below != SPACE:
                     with suppress(FileNotFoundError):
                         yield from walk_files(folder, below, depth + 1, keep_on)

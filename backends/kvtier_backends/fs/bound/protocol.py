@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
@@ -246,10 +247,8 @@ class Folder(ABC):
 
 async def ensure_folder(folder: Folder, name: str) -> Folder:
     """Open a folder, and create it if missing."""
-    try:
+    with suppress(FileNotFoundError):
         return await folder.open_folder(name)
-    except FileNotFoundError:
-        pass
     try:
         return await folder.make_folder(name)
     except FileExistsError:
@@ -272,10 +271,8 @@ async def clear(parent: Folder, name: str) -> None:
             continue
         except (IsADirectoryError, PermissionError):
             await clear(folder, each)
-    try:
+    with suppress(FileNotFoundError):
         await parent.remove_folder(name)
-    except FileNotFoundError:
-        return
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -123,12 +122,8 @@ class FsFolder:
         """Remove a block file. Returns False if it was gone. Open readers read it to its end."""
         try:
             os.unlink(file.path, dir_fd=self.root)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError as problem:
-            if problem.errno == errno.ENOTDIR:
-                return False
-            raise
         return True
 
     def read(self, file: BlockFile) -> bytes | None:
