@@ -6,7 +6,9 @@ stopped thread simulates storage that hangs.
 
 from __future__ import annotations
 
+import queue
 import threading
+from concurrent.futures import thread as executor
 from typing import TYPE_CHECKING, Any, Final, Self
 
 if TYPE_CHECKING:
@@ -21,6 +23,10 @@ ALONE_LOOKS_MAX: Final = 1000
 ALONE_LOOK_S: Final = 0.001
 """Number and length of waits while a thread runs by itself."""
 
+NEVER_STOPPED_IN: Final = frozenset(each.__file__ for each in (threading, queue, executor))
+"""Source files in whose functions no thread is stopped: there it may hold a lock of the executor of
+``asyncio.to_thread``, which the event loop takes for each call."""
+
 WAITING_CALLS: Final = frozenset({"get", "acquire", "wait", "select", "poll", "recv", "accept"})
 """Functions in C in which a thread waits for work."""
 
@@ -29,7 +35,8 @@ class StoppedThreads:
     """Stops the threads that are started while this is entered.
 
     A thread is stopped when it calls a function or returns from one, by a profile
-    function. Threads that run no Python code are not seen, and never stopped.
+    function, except within the standard library's own handling of threads. Threads that run
+    no Python code are not seen, and never stopped.
     """
 
     def __init__(self) -> None:
@@ -88,12 +95,12 @@ class StoppedThreads:
         waiting_in = self._waiting_in.copy().items()
         return {each for each, call in waiting_in if call in WAITING_CALLS or each not in alive}
 
-    def _at_event(self, _frame: FrameType, event: str, arg: Any) -> None:  # noqa: ANN401
+    def _at_event(self, frame: FrameType, event: str, arg: Any) -> None:  # noqa: ANN401
         thread = threading.get_ident()
         begins = getattr(arg, "__name__", "") if event == "c_call" else ""
         if thread in self._waiting_in:
             self._waiting_in[thread] = begins
-        if self._events_left is None:
+        if self._events_left is None or frame.f_code.co_filename in NEVER_STOPPED_IN:
             return
         with self._lock:
             if self._events_left is None:

@@ -101,6 +101,13 @@ class ForgetsThreadsOfCancelledCalls(HasAThread):
         return self.running
 
 
+class UsesTheLoopsExecutor(HasAThread):
+    """Its threads are those of ``asyncio.to_thread``, and nothing counts their calls."""
+
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        return await asyncio.to_thread(self.copy, blocks)
+
+
 class IsAlwaysBusy(HasAThread):
     def busy_threads(self) -> int:
         return 1
@@ -189,6 +196,10 @@ FLAWS: Mapping[type[MemoryBackend], tuple[BackendCheck, str]] = {
         "busy_threads returned 0, and then a thread wrote to the buffer",
     ),
     ForgetsThreadsOfCancelledCalls: (
+        backend_calls.busy_threads_counts_who_may_touch_a_buffer,
+        "busy_threads returned 0, and then a thread wrote to the buffer",
+    ),
+    UsesTheLoopsExecutor: (
         backend_calls.busy_threads_counts_who_may_touch_a_buffer,
         "busy_threads returned 0, and then a thread wrote to the buffer",
     ),
