@@ -25,6 +25,7 @@ from kvtier.tools.sizing.recommend import (
     tier_table,
 )
 from kvtier.tools.terminal import check_can_write, progress, table, write_json
+from kvtier_backends.disk.folder.claim import capacity_bytes_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -165,11 +166,15 @@ def _tiers_with_trace(
         _show_tiers("The tiers given", report["tiers"])
         first = (f"tier {given[0].name}, as given", given[0].blocks)
     if asked.prices:
-        recommended = advise(points, asked.prices, facts)
-        report["recommended"] = _tier_figures(recommended, facts)
-        _show_tiers("Recommended at these prices", report["recommended"])
-        first = (f"tier {recommended[0].name}, as recommended", recommended[0].blocks)
-        report["extra_config"] = _show_extra_config(report["recommended"], facts.block_tokens)
+        recommended = _recommended(advise(points, asked.prices, facts), facts)
+        report["recommended"] = recommended
+        report["extra_config"] = None
+        if recommended:
+            _show_tiers("Recommended at these prices", recommended)
+            first = (f"tier {recommended[0]['name']}, as recommended", recommended[0]["blocks"])
+            report["extra_config"] = _show_extra_config(recommended, facts.block_tokens)
+    if not points[-1].hit_ratio:
+        print("No block of this trace is used twice: a tier of any size would have no hit.")
     if first is not None:
         report["engines"] = _show_engines(asked, first[1] * facts.block_tokens, first[0])
     return report
@@ -286,20 +291,27 @@ def _curve(points: Sequence[SizePoint], facts: Workfacts) -> list[dict[str, Any]
 
 
 def _tier_figures(tiers: Sequence[TierAdvice], facts: Workfacts) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": tier.name,
-            "blocks": tier.blocks,
-            "bytes": tier.blocks * facts.block_bytes,
-            "tokens": tier.blocks * facts.block_tokens,
-            "hit_ratio": tier.own_hit_ratio,
-            "hit_ratio_so_far": tier.hit_ratio,
-            "price": None
-            if tier.price_per_gib is None
-            else tier.price_per_gib * tier.blocks * facts.block_bytes / GIB,
-        }
-        for tier in tiers
+    return [_figures_of(tier, tier.blocks * facts.block_bytes, facts) for tier in tiers]
+
+
+def _recommended(tiers: Sequence[TierAdvice], facts: Workfacts) -> list[dict[str, Any]]:
+    """Return the figures of tiers that are all disks, except the first."""
+    return _tier_figures(tiers[:1], facts) + [
+        _figures_of(tier, capacity_bytes_for(tier.blocks, facts.block_bytes), facts)
+        for tier in tiers[1:]
     ]
+
+
+def _figures_of(tier: TierAdvice, size: int, facts: Workfacts) -> dict[str, Any]:
+    return {
+        "name": tier.name,
+        "blocks": tier.blocks,
+        "bytes": size,
+        "tokens": tier.blocks * facts.block_tokens,
+        "hit_ratio": tier.own_hit_ratio,
+        "hit_ratio_so_far": tier.hit_ratio,
+        "price": None if tier.price_per_gib is None else tier.price_per_gib * size / GIB,
+    }
 
 
 # --- tables, made of the figures ---
@@ -359,17 +371,12 @@ def _show_tiers(title: str, tiers: Sequence[Mapping[str, Any]]) -> None:
     table(title, ["tier", "size", "tokens", "hits here", "hits so far", "price"], rows)
 
 
-def _show_extra_config(
-    tiers: Sequence[Mapping[str, Any]], block_tokens: int
-) -> dict[str, Any] | None:
-    """Print a configuration of the sized tiers: the most expensive in memory, the others disks."""
-    sized = [tier for tier in tiers if tier["blocks"]]
-    if not sized:
-        return None
+def _show_extra_config(tiers: Sequence[Mapping[str, Any]], block_tokens: int) -> dict[str, Any]:
+    """Print a configuration of the tiers: the most expensive in memory, the others disks."""
     config = {
         "spec_name": "KVTierOffloadingSpec",
         "spec_module_path": "kvtier.vllm",
-        "cpu_bytes_to_use": sized[0]["bytes"],
+        "cpu_bytes_to_use": tiers[0]["bytes"],
         **({} if block_tokens == BLOCK_TOKENS else {"block_size": block_tokens}),
         "secondary_tiers": [
             {
@@ -378,9 +385,11 @@ def _show_extra_config(
                 "path": f"/path/to/{tier['name']}",
                 "capacity_bytes": tier["bytes"],
             }
-            for tier in sized[1:]
+            for tier in tiers[1:]
         ],
     }
+    if tiers[1:]:
+        print("A disk tier keeps a part of its size free, for blocks that it moves.")
     print(f"kv_connector_extra_config, with paths that you choose:\n{json.dumps(config, indent=2)}")
     return config
 

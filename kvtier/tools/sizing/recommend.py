@@ -8,10 +8,10 @@ at the endless cache: all of the trace's blocks.
   byte; behind it, less.
 - Tiers hold copies: blocks in DRAM are also on the disk behind it. So several tiers together have
   the hits of the largest of them, and each is sized on the same curve.
-- With prices, the cheapest tier gets the knee. Each more expensive one then gets the size with the
-  best gain for its price: the point of the curve furthest above the line from zero to the tier
-  below, the axes being the hits and the price of the tier below. But it holds at least the largest
-  request, or that request could never be hit whole.
+- With prices, the cheapest tier gets the knee, or without one the endless cache. Each more
+  expensive one then gets the size with the best gain for its price: the point of the curve furthest
+  above the line from zero to the tier below, the axes being the hits and the price of the tier
+  below. But it holds at least the largest request, or that request could never be hit whole.
 """
 
 from __future__ import annotations
@@ -76,13 +76,18 @@ def knee_of_curve(points: Sequence[SizePoint]) -> int | None:
 def advise(
     points: Sequence[SizePoint], prices: Mapping[str, float], facts: Workfacts
 ) -> list[TierAdvice]:
-    """Return a size for each priced tier, the most expensive (assumed the fastest) first."""
+    """Return a size for each priced tier, the most expensive (assumed the fastest) first.
+
+    None at all if no size has a hit. Without a knee, the endless cache has the best gain.
+    """
+    if not points[-1].hit_ratio:
+        return []
     by_price = sorted(prices.items(), key=lambda item: item[1])
     top = knee_of_curve(points)
     sizes: list[tuple[str, float, int]] = []
     for name, price in by_price:
         if not sizes:
-            chosen = top if top is not None else 0
+            chosen = top if top is not None else len(points) - 1
         else:
             _, price_below, below = sizes[-1]
             best = knee(

@@ -15,6 +15,8 @@ import pytest
 
 from kvtier.tools.cli.exit_status import INTERRUPTED
 from kvtier.tools.replay.curves import replay
+from kvtier.tools.sizing.recommend import GIB
+from kvtier_backends.disk.folder.claim import plan_folder
 
 if TYPE_CHECKING:
     from kvtier.tools.replay.curves import CurvePoint
@@ -36,6 +38,19 @@ def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def test_a_recommended_disk_has_room_for_its_blocks(trace: Path, kvtier: Shell) -> None:
+    """So that its hits are those of the curve; it is also priced at that size."""
+    report = trace.with_name("report.json")
+    priced = ("--price", "dram=3,disk=1", "--json", report)
+    kvtier.shown("size", *MODEL, "--trace", trace, *priced)
+    data = json.loads(report.read_text())
+    disk = data["recommended"][-1]
+    (tier,) = data["extra_config"]["secondary_tiers"]
+    plan = plan_folder(tier["capacity_bytes"], data["bytes_per_block"], 0, None)
+    assert plan.capacity_blocks >= disk["blocks"] == data["knee"]["blocks"]
+    assert disk["price"] == tier["capacity_bytes"] / GIB
 
 
 @pytest.mark.parametrize(

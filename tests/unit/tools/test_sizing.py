@@ -299,6 +299,14 @@ def test_a_dear_tier_still_holds_the_largest_request() -> None:
     assert dram.own_hit_ratio + disk.own_hit_ratio == pytest.approx(disk.hit_ratio)
 
 
+def test_without_a_hit_nothing_is_recommended_and_without_a_knee_all_blocks() -> None:
+    """Prompts that come in turn, for ever: a cache of least recent use hits all of them or none."""
+    prices = {"disk": 1.0, "dram": 2.0}
+    assert advise(curve((10, 0.0), (100, 0.0)), prices, FACTS) == []
+    disk = advise(curve((10, 0.0), (50, 0.0), (100, 0.9)), prices, FACTS)[-1]
+    assert (disk.name, disk.blocks, disk.hit_ratio) == ("disk", 100, 0.9)
+
+
 def test_tiers_hold_copies_so_a_smaller_one_behind_adds_nothing() -> None:
     first, second = tier_table([("a", SizePoint(10, 0.5), None), ("b", SizePoint(5, 0.3), 2.0)])
     assert (first.own_hit_ratio, second.own_hit_ratio, second.hit_ratio) == (0.5, 0.0, 0.5)

@@ -41,6 +41,7 @@ from kvtier_backends.posix import (
     NOTHING_OF_OURS,
     is_elsewhere,
     make_folders,
+    padded_bytes,
     world_writable,
 )
 
@@ -109,6 +110,14 @@ def plan_folder(
 def capacity_bytes_min(block_bytes: int, tag_bytes: int) -> int:
     """Return the smallest capacity that works at all."""
     return FOLDER_BYTES + REGIONS_MIN * region_bytes_for(1, block_bytes, tag_bytes)
+
+
+def capacity_bytes_for(blocks: int, block_bytes: int) -> int:
+    """Return a capacity with which a folder advertises this many blocks without tags."""
+    capacity_bytes = capacity_bytes_min(block_bytes, 0)
+    while (kept := plan_folder(capacity_bytes, block_bytes, 0, None).capacity_blocks) < blocks:
+        capacity_bytes += (blocks - kept) * padded_bytes(block_bytes)
+    return capacity_bytes
 
 
 def _usual_region_bytes(room: int, block_bytes: int, tag_bytes: int) -> int:

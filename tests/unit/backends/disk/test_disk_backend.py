@@ -16,7 +16,11 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import LoadBlock, Outcome
 from kvtier_backends.disk.batch_sizes import disk_traits
-from kvtier_backends.disk.folder.claim import capacity_bytes_min, plan_folder
+from kvtier_backends.disk.folder.claim import (
+    capacity_bytes_for,
+    capacity_bytes_min,
+    plan_folder,
+)
 from kvtier_backends.disk.log.regions import WRITE_AMPLIFICATION_MAX
 from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S
@@ -96,6 +100,15 @@ def test_most_of_the_capacity_is_for_blocks(block_bytes: int, capacity_bytes: in
     stride = plan.geometry.stride
     part = plan.capacity_blocks * stride / capacity_bytes
     assert part > (0.85 if capacity_bytes > 10**10 else 0.6 if capacity_bytes > 10**8 else 0.45)
+
+
+@pytest.mark.parametrize("block_bytes", [100, 4096, 16384, 2 << 20])
+@pytest.mark.parametrize("blocks", [1, 84, 2608, 10**6])
+def test_a_capacity_for_blocks_advertises_them_and_hardly_more(
+    block_bytes: int, blocks: int
+) -> None:
+    plan = plan_folder(capacity_bytes_for(blocks, block_bytes), block_bytes, 0, None)
+    assert blocks <= plan.capacity_blocks <= blocks + plan.geometry.slots
 
 
 async def test_what_cannot_be_a_tiers_folder_is_refused(tmp_path: Path) -> None:
