@@ -11,6 +11,7 @@ import sys
 import threading
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from cyclopts import App, CycloptsError, UnknownCommandError
@@ -49,6 +50,8 @@ OPTIONS: Final = ("--help", "--version", "--install-completion", "--show-complet
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; without ``argv``, the process ends with it."""
+    if sys.stdout is None:  # closed by the caller: what is printed goes nowhere
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - until the process ends
     with terminable() as was_terminated:
         status = _run(argv)
     if status == INTERRUPTED and was_terminated():
@@ -73,6 +76,7 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         with _log_on_stderr():
             status: int | None = app(given)
+        sys.stdout.flush()
     except (CycloptsError, Misuse) as error:
         print(f"{name}: {error}{_meant(error)}", file=sys.stderr)
         return BAD_INPUT
@@ -82,7 +86,21 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except OSError as error:
+        if not _stdout_fails():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # as above
+        print(f"{name}: stdout cannot be written: {error.strerror or error}.", file=sys.stderr)
+        return BAD_INPUT
     return status or 0
+
+
+def _stdout_fails() -> bool:
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
 
 
 def _meant(error: Exception) -> str:

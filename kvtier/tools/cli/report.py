@@ -51,8 +51,4 @@ def report(
         write_named(output, lambda place: place.write_bytes(html))
         print(f"Page: {output}")
         return
-    try:
-        sys.stdout.buffer.write(html)
-        sys.stdout.flush()
-    except OSError as error:
-        raise Misuse(f"stdout cannot be written: {error.strerror or error}.") from error
+    sys.stdout.buffer.write(html)

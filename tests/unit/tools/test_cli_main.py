@@ -17,7 +17,7 @@ import pytest
 
 from kvtier import __version__
 from kvtier.tools.cli import check
-from kvtier.tools.cli.exit_status import INTERRUPTED, UNREAD
+from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED, UNREAD
 from tests.unit.backends.disk._disk import open_disk
 
 if TYPE_CHECKING:
@@ -87,20 +87,43 @@ def test_the_version_stands_in_one_place_which_a_clone_has_too() -> None:
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "kvtier.__version__"}
 
 
+def sized_into(stdout: int | None, folder: Path, unbuffered: str = "") -> tuple[int, str]:
+    """Run a command; return its status and stderr. ``stdout`` None: closed."""
+    shell = ["/bin/sh", "-c", 'exec "$@"' + " >&-" * (stdout is None), "sh"]
+    command = ["size", "--layers", "2", "--kv-heads", "2", "--head-dim", "64"]
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run(
+        [*shell, sys.executable, "-m", "kvtier", *command],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **paths, "PYTHONUNBUFFERED": unbuffered},
+        check=False,
+    )
+    return run.returncode, run.stderr
+
+
 def test_a_reader_that_has_had_enough_is_no_fault(tmp_path: Path) -> None:
     ours, its = os.pipe()
     os.close(ours)
-    command = ["size", "--layers", "2", "--kv-heads", "2", "--head-dim", "64"]
-    run = subprocess.run(
-        [sys.executable, "-m", "kvtier", *command],
-        stdout=its,
-        stderr=subprocess.PIPE,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        check=False,
-    )
+    ended = sized_into(its, tmp_path)
     os.close(its)
-    assert (run.returncode, run.stderr) == (UNREAD, b"")
+    assert ended == (UNREAD, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_behind_stdout_is_said_and_is_no_fault_that_was_found(
+    unbuffered: str, tmp_path: Path
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = sized_into(full.fileno(), tmp_path, unbuffered)
+    said = "kvtier size: stdout cannot be written: No space left on device.\n"
+    assert ended == (BAD_INPUT, said)
+
+
+def test_a_closed_stdout_gets_nothing(tmp_path: Path) -> None:
+    assert sized_into(None, tmp_path) == (0, "")
 
 
 def test_the_version_names_kvtier_python_and_vllm(kvtier: Shell) -> None:
