@@ -94,10 +94,10 @@ def progress(label: str, total: int | None) -> Iterator[Progress]:
         yield _BarProgress(bar, bar.add_task(label, total=total))
 
 
-def check_can_report(json_file: str | None) -> None:
-    """Raise ``Misuse`` if the file of ``--json`` can't be written; ``-`` is stdout."""
+def check_can_report(json_file: str | None, *read: str) -> None:
+    """Do as ``check_can_write`` for the file of ``--json``; ``-`` is stdout."""
     if json_file and json_file != "-":
-        check_can_write(json_file)
+        check_can_write(json_file, *read)
 
 
 def report(
@@ -120,13 +120,18 @@ def report(
         print(f"Figures: {json_file}")
 
 
-def check_can_write(path: str | Path) -> None:
-    """Raise ``Misuse`` if no file can be made at ``path``, before the work rather than after."""
+def check_can_write(path: str | Path, *read: str | None) -> None:
+    """Raise ``Misuse`` if no file can be made at ``path``, before the work rather than after.
+
+    ``read``: the files that the command reads, which it must not replace.
+    """
     if str(path) == "-":
         raise Misuse("- is no file here. Name one, such as report.json.")
     if is_special(path):
         return
     folder = Path(path).resolve().parent
+    if any(file and Path(file).resolve() == Path(path).resolve() for file in read):
+        raise Misuse(f"{path} is read, and would be replaced. Name another file.")
     if Path(path).is_dir():
         raise Misuse(f"{path} is a folder. Name a file.")
     if not folder.is_dir():

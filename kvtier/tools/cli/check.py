@@ -52,7 +52,7 @@ def check(
     from kvtier.tools.checking import configuration  # noqa: PLC0415 - heavy imports
     from kvtier.tools.terminal import check_can_report, report  # noqa: PLC0415 - as above
 
-    check_can_report(json)
+    check_can_report(json, file)
     found = configuration.check(
         read_config(file),
         engine,

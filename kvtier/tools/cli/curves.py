@@ -30,7 +30,7 @@ def run_curves(
     """
     policies = [*curves.parse_policies(policy_names), curves.MIN]
     if json_file:
-        check_can_write(json_file)
+        check_can_write(json_file, trace_file)
     trace = read_trace_in_sight(trace_file, reading)
     workload = curves.Workload(trace)
     capacities = curves.parse_capacities(capacity_shares, trace.distinct_blocks)

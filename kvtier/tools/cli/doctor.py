@@ -56,7 +56,7 @@ def doctor(
     from kvtier.tools.terminal import check_can_report, report  # noqa: PLC0415 - as above
     from kvtier.tools.watching.page import page_url  # noqa: PLC0415 - as above
 
-    check_can_report(json)
+    check_can_report(json, *targets)
     urls = [each for each in targets if _is_address(each)]
     configurations = [each for each in targets if each not in urls]
     if len(configurations) > 1 or not targets:

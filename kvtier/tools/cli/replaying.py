@@ -44,7 +44,7 @@ def run_replay(
     are reported as partial.
     """
     if json_file:
-        check_can_write(json_file)
+        check_can_write(json_file, trace_file, tiers.config)
     model = _model(engine)
     trace = read_trace_in_sight(trace_file, reading)
     settings = _settings(tiers, trace, model, jumps=engine.speed == "max")

@@ -39,7 +39,7 @@ def report(
     from kvtier.tools.terminal import check_can_write  # noqa: PLC0415 - as above
 
     if output is not None:
-        check_can_write(output)
+        check_can_write(output, file)
     elif sys.stdout.isatty():
         raise Misuse(
             "the page would go to the terminal. Redirect it (> page.html), or give --output FILE."

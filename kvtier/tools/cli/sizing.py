@@ -67,7 +67,7 @@ def run_size(
     """
     asked = _Asked(_geometry(model), model.tp, _tiers(tiers.tiers), _prices(tiers.price))
     if json_file:
-        check_can_write(json_file)
+        check_can_write(json_file, workload.trace, model.model)
     if workload.trace is None:
         report = _without_trace(reading.block_tokens or BLOCK_TOKENS, asked)
     else:
