@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
+from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Namespace
 from kvtier.plugin_api.options import Options
+from kvtier.plugin_api.sizes import shown_bytes
 from kvtier.runtime import open_runtime, wait_for_servers
 from kvtier.tools.replay.clock import ReplayClock
 from kvtier.tools.replay.folders import Folders
@@ -96,7 +98,14 @@ def _play(trace: Trace, settings: ReplaySettings, should_stop: Callable[[], bool
         for tier in config.tiers
     )
     config = replace(config, tiers=watched)
-    gpu = StandInGpu(config.slot_count, config.block_bytes, settings.verify)
+    try:
+        gpu = StandInGpu(config.slot_count, config.block_bytes, settings.verify)
+    except (MemoryError, OSError) as error:
+        size = shown_bytes(config.slot_count * config.block_bytes)
+        raise ConfigError(
+            f"there is no memory for a primary tier of {size}: {error}. Lower --dram, "
+            "cpu_bytes_to_use or --block-bytes."
+        ) from error
     clock = ReplayClock(jumps=settings.jumps)
     facade = open_runtime(
         config, gpu.memory, namespace_of(trace), collect_events=True, clock=clock.now
