@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -50,9 +51,10 @@ OPTIONS: Final = ("--help", "--version", "--install-completion", "--show-complet
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; without ``argv``, the process ends with it."""
-    if sys.stdout is None:  # closed by the caller: what is printed goes nowhere
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - until the process ends
-    with terminable() as was_terminated:
+    stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - if the caller has closed it
+    if isinstance(stdout, TextIOWrapper):  # a file's name may have what its encoding has not
+        stdout.reconfigure(errors="backslashreplace")
+    with redirect_stdout(stdout), terminable() as was_terminated:
         status = _run(argv)
     if status == INTERRUPTED and was_terminated():
         status = TERMINATED
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _end(status: int) -> NoReturn:
     """End the process without its threads: Python would wait for one that hangs with a server."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError):
             stream.flush()
     os._exit(status)

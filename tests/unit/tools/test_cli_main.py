@@ -122,6 +122,24 @@ def test_a_full_disk_behind_stdout_is_said_and_is_no_fault_that_was_found(
     assert ended == (BAD_INPUT, said)
 
 
+@pytest.mark.parametrize("encoding", ["ascii:strict", "latin-1:strict", "utf-8:strict"])
+def test_a_name_that_stdout_cannot_encode_is_shown_with_escapes(
+    encoding: str, tmp_path: Path
+) -> None:
+    trace = tmp_path / "\udcff\u4f60.jsonl"
+    trace.write_text('{"time_s": 1, "tokens": 16, "output_tokens": 1, "blocks": [1]}\n')
+    command = ["replay", str(trace), "--policies", "lru"]
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run(
+        [sys.executable, "-m", "kvtier", *command],
+        capture_output=True,
+        env={**os.environ, **paths, "PYTHONIOENCODING": encoding},
+        check=False,
+    )
+    assert (run.returncode, run.stderr) == (0, b"")
+    assert rb"Hit ratio of \udcff" in run.stdout
+
+
 def test_a_closed_stdout_gets_nothing(tmp_path: Path) -> None:
     assert sized_into(None, tmp_path) == (0, "")
 
