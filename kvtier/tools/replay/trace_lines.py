@@ -306,7 +306,11 @@ class TraceLines:
         if self._first_s is None:
             self._first_s = time_s
         if abs(time_s - self._first_s) > SPAN_S_MAX:
-            raise _BadLine(f"its time is {time_s:.6g} s, more than a year off the first request's")
+            unit = "seconds" if kind.seconds_per_unit == 1 else "milliseconds"
+            raise _BadLine(
+                f"its time is {time_s:.6g} s, more than a year off the first request's; times of "
+                f"this format are in {unit}"
+            )
         if isinstance(row, RecordedRow):
             self._check_outcome(row)
         return row
