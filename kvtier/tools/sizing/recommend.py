@@ -115,11 +115,19 @@ def tier_table(tiers: Sequence[tuple[str, SizePoint, float | None]]) -> list[Tie
 def saved_by_a_gib_more(points: Sequence[SizePoint], facts: Workfacts) -> list[float | None]:
     """For each point: the prompt tokens per 1,000 requests that one more GiB saves."""
     saved: list[float | None] = []
-    for here, larger in pairwise(points):
-        gib = (larger.blocks - here.blocks) * facts.block_bytes / GIB
-        tokens = (larger.hit_ratio - here.hit_ratio) * facts.references * facts.block_tokens
-        saved.append(1000 * tokens / facts.requests / gib)
+    for here in points[:-1]:
+        more = _hit_ratio_at(points, here.blocks + GIB / facts.block_bytes) - here.hit_ratio
+        saved.append(1000 * more * facts.references * facts.block_tokens / facts.requests)
     return [*saved, None]
+
+
+def _hit_ratio_at(points: Sequence[SizePoint], blocks: float) -> float:
+    """Return the hit ratio on the straight lines between the points."""
+    for here, larger in pairwise(points):
+        if blocks < larger.blocks:
+            part = (blocks - here.blocks) / (larger.blocks - here.blocks)
+            return here.hit_ratio + part * (larger.hit_ratio - here.hit_ratio)
+    return points[-1].hit_ratio
 
 
 def _first_that_holds(points: Sequence[SizePoint], blocks: int) -> int:

@@ -318,3 +318,11 @@ def test_a_gib_more_saves_tokens() -> None:
     assert saved[0] == pytest.approx(0.2 * 5000 * 100 / 4)
     assert saved[-1] is None
     assert len(saved) == len(BEND)
+
+
+def test_a_gib_more_saves_no_more_tokens_than_all_larger_sizes() -> None:
+    """Where a GiB reaches over several sizes: from 1 block to 8.5, and from 20 to the end."""
+    saved = saved_by_a_gib_more(BEND, FACTS._replace(block_bytes=GIB * 2 // 15))
+    assert saved[0] == pytest.approx((0.3 + 0.2 * 3.5 / 5 - 0.1) * 5000 * 100)
+    saved = saved_by_a_gib_more(BEND, FACTS._replace(block_bytes=1))
+    assert saved[3] == pytest.approx((0.6 - 0.55) * 5000 * 100)
