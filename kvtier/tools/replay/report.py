@@ -204,7 +204,9 @@ def _trouble(tier: TierStatistics) -> list[str]:
 
 def _warning(tier: Mapping[str, Any]) -> str:
     trouble = ", ".join(tier["trouble"])
-    return f"{tier['name']} was bypassed or failed: {trouble}. The log has the cause."
+    is_only_full = len(tier["trouble"]) == 1 and bool(tier["counts"]["stores_rejected"])
+    remedy = "Give it more room." if is_only_full else "The log has the cause."
+    return f"{tier['name']} was bypassed or failed: {trouble}. {remedy}"
 
 
 def _moved(moved_bytes: float, busy_s: float) -> dict[str, float | None]:

@@ -170,3 +170,13 @@ def test_a_tier_that_fails_some_of_its_work_is_named_before_the_figures(
     first = capsys.readouterr().out.partition("\n")[0]
     assert re.fullmatch(r"Warning: 1:memory was bypassed or failed: .*blocks failed: \d.*", first)
     assert json.loads(report.read_text())["warnings"] == [first.removeprefix("Warning: ")]
+
+
+def test_a_tier_that_is_full_is_to_get_more_room_since_the_log_has_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tier = {"type": "memory", **CAPACITY, "faults": {"store": {"full": True}}}
+    trace = write_trace(tmp_path / "trace.jsonl")
+    assert replay_command(trace, "--dram", "25%", "--tier", json.dumps(tier)) == WRONG
+    first = capsys.readouterr().out.partition("\n")[0]
+    assert re.fullmatch(r"Warning: 1:memory .*: blocks refused as full: \d+. Give it.*", first)
