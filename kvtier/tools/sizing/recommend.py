@@ -78,11 +78,12 @@ def advise(
 ) -> list[TierAdvice]:
     """Return a size for each priced tier, the most expensive (assumed the fastest) first.
 
+    Of tiers at the same price, the one that is named first.
     None at all if no size has a hit. Without a knee, the endless cache has the best gain.
     """
     if not points[-1].hit_ratio:
         return []
-    by_price = sorted(prices.items(), key=lambda item: item[1])
+    by_price = sorted(prices.items(), key=lambda item: item[1], reverse=True)[::-1]
     top = knee_of_curve(points)
     sizes: list[tuple[str, float, int]] = []
     for name, price in by_price:

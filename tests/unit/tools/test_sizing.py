@@ -299,6 +299,14 @@ def test_a_dear_tier_still_holds_the_largest_request() -> None:
     assert dram.own_hit_ratio + disk.own_hit_ratio == pytest.approx(disk.hit_ratio)
 
 
+def test_of_tiers_at_one_price_the_first_is_the_fastest() -> None:
+    """It gets the memory: the other one is a disk in the configuration that is printed."""
+    assert [tier.name for tier in advise(BEND, {"dram": 1.0, "disk": 1.0}, FACTS)] == [
+        "dram",
+        "disk",
+    ]
+
+
 def test_without_a_hit_nothing_is_recommended_and_without_a_knee_all_blocks() -> None:
     """Prompts that come in turn, for ever: a cache of least recent use hits all of them or none."""
     prices = {"disk": 1.0, "dram": 2.0}
