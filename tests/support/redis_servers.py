@@ -16,7 +16,7 @@ from tests.support.server_program import ServerProgram
 from tests.support.server_program import free_port as free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 Program = Literal["valkey", "redis"]
@@ -62,8 +62,15 @@ class RedisServer(ServerProgram):
 
     def ask(self, *words: str | bytes | int, **login: Any) -> Any:
         """Run one command, over a connection of its own."""
-        with valkey.Valkey(host=HOST, port=self.port, **login) as client:
-            return client.execute_command(*words)
+        with self.connected(**login) as ask:
+            return ask(*words)
+
+    @contextmanager
+    def connected(self, **login: Any) -> Iterator[Callable[..., Any]]:
+        """Give a function that runs a command, each over the same connection."""
+        own = {"host": HOST, "port": self.port, "single_connection_client": True, **login}
+        with valkey.Valkey(**own) as client:
+            yield client.execute_command
 
 
 class Sentinel(RedisServer):

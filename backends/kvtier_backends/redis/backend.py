@@ -302,7 +302,7 @@ class _Fetch:
 
 def _is_denied(command: Command) -> bool:
     """Return whether an ACL denies the tier a command."""
-    return command.reply is not None and error_code(command.reply) == "NOPERM"
+    return command.reply is not None and error_code(command.reply.text) == "NOPERM"
 
 
 def _read(

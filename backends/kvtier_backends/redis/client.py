@@ -21,6 +21,7 @@ from kvtier.errors import StoreFault
 from kvtier.plugin_api.extras import install
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.redis.resp import RespConnection
+from kvtier_backends.redis.server_errors import MAXCLIENTS, error_code
 from kvtier_backends.shared.secrets import SECRETS_S_MAX
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 class ServerRefused(StoreFault):
     """Raised for an error reply, or an unexpected reply, of a server."""
 
-    kind: str = ""  #: the library's class of the error; the server's error code if it has no class
+    kind: str = ""  #: the library's class of the error; the server's error code if that says more
 
 
 class RedisClient:
@@ -206,7 +207,8 @@ def _refused(
         credentials.on_refused()
         told = f" ({credentials.source} still has the refused ones)"
     refused = ServerRefused(f"{address}: {name}: {problem}{told}")
-    refused.kind = name if name != "ResponseError" else str(problem).partition(" ")[0]
+    code = error_code(str(problem))
+    refused.kind = code if name == "ResponseError" or code == MAXCLIENTS else name
     return refused
 
 

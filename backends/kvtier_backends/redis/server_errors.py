@@ -1,7 +1,7 @@
 """Maps a server's errors, by their first word, to their meaning for a block and for the tier.
 
-The words are those of Redis 7 and Valkey 8 that the commands of a tier can meet. An unlisted
-error concerns only the block, as ``ERR`` does.
+The words are those of Redis 7 and Valkey 8 that the commands of a tier can meet, and ``MAXCLIENTS``
+for the error that has none of its own. An unlisted error concerns only the block, as ``ERR`` does.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class ServerError(NamedTuple):
     remedy: str = ""  #: for the log
 
 
+MAXCLIENTS: Final = "MAXCLIENTS"
+_MAXCLIENTS_TEXT: Final = "max number of clients reached"
+
 _REPLICA: Final = (
     "the server is a replica: it goes on by itself once the name that it was reached by leads to a "
     "master"
@@ -73,7 +76,15 @@ SERVER_ERRORS: Final[dict[str, ServerError]] = {
         refuses_writes=True,
         remedy="the ACL user lacks a right: kvtier check --connect says which",
     ),
-    "NOAUTH": ServerError(route=Route.LEFT, remedy="the server wants a password by now"),
+    "NOAUTH": ServerError(
+        route=Route.LEFT,
+        remedy="the server wants a login, or a different one: give the tier username and one of "
+        "password_file, password_env, password_command",
+    ),
+    MAXCLIENTS: ServerError(
+        remedy="the server has as many clients as it takes: raise its maxclients, or lower the "
+        "connections_max of the engines",
+    ),
     "BUSY": ServerError(remedy="a script runs on the server: see to it, or run SCRIPT KILL there"),
     "CROSSSLOT": ServerError(remedy="it is a node of a cluster: set mode to 'cluster'"),
     "CLUSTERDOWN": ServerError(route=Route.CHECKED, remedy="see to the cluster"),
@@ -88,20 +99,21 @@ _CLASSES: Final = {
     "ReadOnlyError": "READONLY",
     MAY_NOT: "NOPERM",
     "BusyLoadingError": "LOADING",
+    "AuthenticationError": "NOAUTH",
 }
 """The client library's error classes whose text lacks the word."""
 
 
-def error_code(reply: Reply) -> str:
-    """Return the first word of an error, such as ``OOM``."""
-    return reply.text.partition(" ")[0]
+def error_code(text: str) -> str:
+    """Return the key of an error in the table: usually its first word, such as ``OOM``."""
+    return MAXCLIENTS if text.endswith(_MAXCLIENTS_TEXT) else text.partition(" ")[0]
 
 
 def error_of(reply: Reply | None) -> ServerError | None:
     """Return an error's meaning; None for a reply that is not an error."""
     if reply is None or reply.kind is not ReplyKind.ERROR:
         return None
-    return SERVER_ERRORS.get(error_code(reply), SERVER_ERRORS["ERR"])
+    return SERVER_ERRORS.get(error_code(reply.text), SERVER_ERRORS["ERR"])
 
 
 def error_named(kind: str) -> ServerError:

@@ -24,7 +24,7 @@ from kvtier.errors import StoreFault
 from kvtier.plugin_api.backend import Connection
 from kvtier_backends.redis.client import ServerRefused
 from kvtier_backends.redis.redis_options import Address
-from kvtier_backends.redis.server_errors import error_named
+from kvtier_backends.redis.server_errors import MAXCLIENTS, error_named
 from kvtier_backends.shared import kept_connection
 from kvtier_backends.shared.kept_connection import KeptConnection
 from kvtier_backends.shared.namespaces import OwnDescription, namespace_name
@@ -89,6 +89,15 @@ class ConnectionWatch(KeptConnection):
             self._has_tried.set()
 
     async def _check(self) -> None:
+        try:
+            await self._ask_servers()
+        except ServerRefused as refused:
+            # It has no room for a check's connection. Those that the tier has work as before.
+            if refused.kind != MAXCLIENTS or self._kept is None:
+                raise
+            self.gauges = {}
+
+    async def _ask_servers(self) -> None:
         topology = await discover(self._client, self._given)
         address = await self._description.compare(self._client, topology)
         if self._kept is None or self._kept_at != address:
@@ -117,6 +126,10 @@ class ConnectionWatch(KeptConnection):
     async def _memory_of(self, address: Address) -> tuple[int, int]:
         async with self._client.asking(address) as ask:
             return _memory_untrusted(await ask("INFO", "memory"), address)
+
+    def _remedy(self, problem: StoreFault) -> str:
+        kind = problem.kind if isinstance(problem, ServerRefused) else ""
+        return error_named(kind).remedy or super()._remedy(problem)
 
     def _release(self) -> None:
         self.gauges, self._measure_from = {}, 0.0

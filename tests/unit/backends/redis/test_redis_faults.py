@@ -52,6 +52,32 @@ async def test_each_time_that_a_server_is_lost_is_logged_once(
     assert said == ["redis tier: not connected", "redis tier: connected"] * 2
 
 
+async def test_a_server_without_room_for_a_check_goes_on_serving_the_tiers_connections(
+    valkey_server: RedisServer,
+) -> None:
+    """Each check gave up the connections that worked: once in ten seconds, the tier was gone."""
+    async with open_redis(valkey_server.url) as tier:
+        assert await tier.store(1) == [Outcome.DONE]
+        with valkey_server.connected() as asks:
+            there = asks("INFO", "clients")["connected_clients"]
+            asks("CONFIG", "SET", "maxclients", there)
+
+            def has_refused(checks: int) -> bool:
+                is_gone = tier.states[-1] is not Connection.UP
+                return is_gone or asks("INFO", "stats")["rejected_connections"] >= checks
+
+            for checks in (1, 2):  # the first has ended when the second is refused
+                tier.backend._watch.doubt()
+                await until_true(lambda checks=checks: has_refused(checks))
+            assert await tier.load(1) == [Outcome.DONE]
+            assert tier.states == [Connection.CONNECTING, Connection.UP]
+            with capture_logs() as lines:
+                async with open_redis(valkey_server.url) as other:
+                    assert await other.load(1) == [Outcome.FAILED]
+                    assert other.states == [Connection.CONNECTING]
+            assert "maxclients" in lines[0]["remedy"]
+
+
 async def test_a_call_ends_after_its_own_time_though_nobody_set_a_deadline(
     valkey_server: RedisServer,
 ) -> None:

@@ -87,6 +87,7 @@ async def test_a_wrong_login_is_logged_once_without_the_password(
             reasons = [line for line in lines if "not connected" in line["event"]]
             assert len(reasons) == 1
             assert "AuthenticationError" in reasons[0]["reason"]
+            assert "password_file" in reasons[0]["remedy"]
             assert SECRET not in f"{lines} {caplog.text} {tier.backend!r} {vars(tier.backend)}"
             if wrong == "password":
                 server.ask("ACL", "SETUSER", "kv", f">{SECRET}", password="other")

@@ -33,8 +33,9 @@ OUTCOMES = {
     **dict.fromkeys(("ERR", "READONLY", "MASTERDOWN", "LOADING"), (FAILED, FAILED)),
     **dict.fromkeys(("NOREPLICAS", "MISCONF", "NOPERM", "NOAUTH"), (FAILED, FAILED)),
     **dict.fromkeys(("BUSY", "CROSSSLOT", "CLUSTERDOWN", "TOMORROW"), (FAILED, FAILED)),
+    "MAXCLIENTS": (FAILED, FAILED),
 }
-"""By the word that an error begins with: what a load makes of the block, and what a store does."""
+"""By an error's key in the table: what a load makes of the block, and what a store does."""
 
 
 def test_each_error_of_the_table_is_looked_at() -> None:
@@ -46,7 +47,8 @@ async def test_an_error_is_a_miss_or_a_fault_of_one_block(word: str) -> None:
     backend = make_redis("redis://127.0.0.1:1")
     block = LoadBlock(key_of(1), memoryview(bytearray(8)))
     fetch = backend._fetch(block)
-    fetch.command.reply = Reply(ReplyKind.ERROR, f"{word} more of it")
+    text = "ERR max number of clients reached" if word == "MAXCLIENTS" else f"{word} more of it"
+    fetch.command.reply = Reply(ReplyKind.ERROR, text)
     command = Command((b"",))
     command.reply = fetch.command.reply
     with capture_logs() as lines:
