@@ -82,6 +82,15 @@ def filesystem_of(path: str) -> int:
             path = os.path.dirname(path)
 
 
+def filesystem_bytes(path: str) -> int | None:
+    """Return the size of a path's filesystem; None if it reports none (ramfs, many FUSE servers).
+
+    Raises ``OSError``.
+    """
+    found = os.statvfs(path)
+    return found.f_blocks * found.f_frsize or None
+
+
 def is_elsewhere(path: str, filesystem: int | None) -> bool:
     """Return whether a path leads to a filesystem other than the one the tier has used.
 

@@ -50,7 +50,7 @@ def doubts_of_place(config: TierConfig, place: str) -> Iterator[Finding]:
                 "If a disk belongs there, mount it first.",
             )
     capacity = capacity_of(options)
-    if capacity > size:
+    if size and capacity > size:  # some filesystems report none
         yield Finding(
             CAPACITY_ABOVE_FILESYSTEM,
             f"{CAPACITY}={shown(options[CAPACITY])} is more than the filesystem has at {above} on "

@@ -135,9 +135,10 @@ def _check_tier(
     try:
         running.result()
     except Exception as error:  # noqa: BLE001 - a backend may raise anything
+        whose = "See to its storage" if isinstance(error, OSError) else "Tell who wrote its type"
         findings.refuse(
-            f"{where}: it can't be checked ({type(error).__name__}: "
-            f"{error}), and an engine may refuse it. Tell who wrote this type of tier."
+            f"{where}: it can't be checked ({type(error).__name__}: {error}), and an engine may "
+            f"refuse it. {whose}."
         )
     if not findings.found:
         findings.tiers.append(f"{config.name} at {place[0]}" if place and place[0] else config.name)

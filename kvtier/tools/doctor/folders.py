@@ -129,7 +129,7 @@ def _room(options: Mapping[str, object], place: str, above: str) -> Iterator[Fin
     capacity = capacity_of(options)
     usage = os.statvfs(above)
     free = usage.f_bavail * usage.f_frsize
-    held = _held_bytes(place) if capacity > free else None
+    held = _held_bytes(place) if usage.f_blocks and capacity > free else None
     if held is not None and capacity - held > free:
         yield Finding(
             CAPACITY_ABOVE_FREE,

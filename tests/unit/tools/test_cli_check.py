@@ -132,15 +132,23 @@ async def test_a_disk_folder_with_something_else_in_the_place_of_its_lock_is_ref
     assert "lock is a link, not a file" in check.refusal(tier)
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (OSError(5, "of the disk"), "See to its storage."),
+        (KeyError("of the third party's"), "Tell who wrote its type."),
+    ],
+)
 def test_a_tier_whose_own_check_raises_is_not_said_to_be_fine(
-    check: Check, monkeypatch: pytest.MonkeyPatch
+    error: Exception, remedy: str, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def raises(*_: object) -> None:
-        raise OSError(5, "of the third party's")
+        raise error
 
     monkeypatch.setattr(MemoryBackend, "check_options", raises)
     text = check.refusal({"type": "memory", "capacity_bytes": 4096})
-    assert "can't be checked (OSError: [Errno 5] of the third party's)" in text
+    assert f"can't be checked ({type(error).__name__}: {error})" in text
+    assert text.endswith(remedy)
 
 
 async def test_a_disk_folder_that_an_engine_uses_is_named_with_its_user(

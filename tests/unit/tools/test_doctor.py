@@ -607,6 +607,13 @@ def test_nothing_is_found_where_nothing_is_wrong(spoil: Spoil, patient: Patient)
     assert patient.examined().found == []
 
 
+@needs("mount")
+def test_a_filesystem_that_reports_no_size_is_not_said_to_be_too_small(patient: Patient) -> None:
+    """It was said to have 0 bytes."""
+    a_filesystem_without_o_direct(patient)  # on ramfs, which reports none
+    assert [each.rule.name for each in patient.examined().found] == ["no-o-direct"]
+
+
 def test_a_server_that_takes_connections_and_never_answers_is_found(patient: Patient) -> None:
     silent = patient.stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     tier = TierConfig("redis", "kv", {"url": f"redis://127.0.0.1:{silent.getsockname()[1]}"})

@@ -6,7 +6,6 @@ that takes much of the memory, are reported when the tier opens.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Final
 
 from kvtier.plugin_api.slot_memory import free_memory_bytes, machine_memory_bytes
@@ -18,7 +17,7 @@ from kvtier_backends.disk.folder.claim import (
 )
 from kvtier_backends.disk.format import PAGE_BYTES, region_bytes_for
 from kvtier_backends.disk.log.index import SLOTS_MAX
-from kvtier_backends.posix import nearest
+from kvtier_backends.posix import filesystem_bytes, nearest
 
 if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendContext
@@ -106,8 +105,8 @@ def doubts(path: str, capacity_bytes: int, plan: Plan, tag_bytes: int) -> dict[s
     Raises ``OSError``.
     """
     found = {}
-    disk_bytes = _disk_bytes(path)
-    if capacity_bytes > disk_bytes:
+    disk_bytes = filesystem_bytes(path)
+    if disk_bytes is not None and capacity_bytes > disk_bytes:
         found["capacity_beyond_the_disk"] = (
             f"capacity_bytes={capacity_bytes}, and the filesystem has {disk_bytes} bytes: the tier "
             "uses the space that it finds. Lower it to the space that others leave"
@@ -123,11 +122,7 @@ def doubts(path: str, capacity_bytes: int, plan: Plan, tag_bytes: int) -> dict[s
 
 def index_bytes(path: str, plan: Plan, tag_bytes: int) -> int:
     """Return the memory of the index once the disk's whole room is used."""
-    geometry = plan.geometry
-    regions = min(plan.regions, _disk_bytes(path) // geometry.region_bytes + 1)
+    geometry, regions, disk_bytes = plan.geometry, plan.regions, filesystem_bytes(path)
+    if disk_bytes is not None:
+        regions = min(regions, disk_bytes // geometry.region_bytes + 1)
     return regions * geometry.slots * (INDEX_BYTES_PER_BLOCK + tag_bytes)
-
-
-def _disk_bytes(path: str) -> int:
-    found = os.statvfs(path)
-    return found.f_blocks * found.f_frsize

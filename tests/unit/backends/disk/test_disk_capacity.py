@@ -62,6 +62,18 @@ async def test_a_capacity_beyond_the_disk_is_told_and_works(tmp_path: Path) -> N
             assert disk.count("index_beyond_memory") == 0
 
 
+@needs("mount")
+async def test_a_filesystem_that_reports_no_size_bounds_neither_capacity_nor_index(
+    tmp_path: Path,
+) -> None:
+    with tmpfs(tmp_path / "boundless", "0") as mounted:
+        async with open_disk(mounted / "kv") as disk:
+            assert disk.count("capacity_beyond_the_disk") == 0
+            plan = disk.backend._plan
+        takes = capacity.index_bytes(str(mounted), plan, 0)
+    assert takes == plan.regions * plan.geometry.slots * capacity.INDEX_BYTES_PER_BLOCK
+
+
 async def test_an_index_beyond_a_quarter_of_the_free_memory_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
