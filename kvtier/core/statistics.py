@@ -224,7 +224,11 @@ class TierCounts(Counts):
         int, Counter("Of the sampled blocks, those that were loaded at least once.")
     ] = 0
     crashes: Annotated[
-        int, Counter("Times that the tier was disabled: its code raised, or its process ended.")
+        int,
+        Counter(
+            "Times that the tier was disabled: it could not be opened, its code raised, or its "
+            "process ended."
+        ),
     ] = 0
 
     def count_job(

@@ -39,7 +39,9 @@ class FaultMeaning(NamedTuple):
 
 
 FAULTS: Final[Mapping[TierFault, FaultMeaning]] = {
-    "crashes": FaultMeaning("its code raised or its process ended", "look at the log"),
+    "crashes": FaultMeaning(
+        "it could not be opened, its code raised, or its process ended", "look at the log"
+    ),
     "damaged": FaultMeaning("blocks failed their check", "look at the storage"),
     "stores_rejected": FaultMeaning(
         "it had no room for blocks", "free some space, or lower capacity_bytes"
