@@ -121,10 +121,18 @@ class Removed:
 
     @classmethod
     def of_blocks(
-        cls, gone: Iterable[NamespaceBlocks], failed: int, *, is_complete: bool = True
+        cls,
+        gone: Iterable[NamespaceBlocks],
+        failed: int,
+        why: str = "",
+        *,
+        is_complete: bool = True,
     ) -> Removed:
-        """Return the result of a removal block by block, of which ``failed`` did not succeed."""
-        left = f"{failed:,} blocks could not be removed." if failed else ""
+        """Return the result of a removal block by block, of which ``failed`` did not succeed.
+
+        ``why``: the reason of a failure, if it is known.
+        """
+        left = f"{failed:,} blocks could not be removed{why and f' ({why})'}." if failed else ""
         return cls([*gone], {"blocks_failed": failed}, left=left, is_complete=is_complete)
 
 

@@ -18,6 +18,8 @@ from kvtier_backends.disk import backend as disk_backend
 from kvtier_backends.disk.offline import purge_requests
 from kvtier_backends.disk.offline.inspection import Folder
 from kvtier_backends.fs.bound.protocol import SPACE
+from tests.support.needs import needs
+from tests.unit.backends._media import mount, unmount
 from tests.unit.backends.disk._disk import open_disk
 from tests.unit.backends.fs._fs import FILE_BYTES, ODD_NAMES, key_of, open_fs
 
@@ -58,6 +60,17 @@ async def test_purge_says_if_the_engine_does_not_answer(
         figures = kvtier("purge", disk, "--all", status=1)
         assert "did not accept the request" in figures["error"]
         assert "stop it, and run this again" in kvtier.shown("purge", disk, "--all", status=1)
+
+
+@needs("mount")
+async def test_purge_says_why_it_could_not_remove_blocks(fs: Path, kvtier: Shell) -> None:
+    mount("--bind", fs, fs)
+    try:
+        mount("-o", "remount,bind,ro", fs)
+        shown = kvtier.shown("purge", fs, "--all", status=1)
+    finally:
+        unmount(fs)
+    assert f"{FS_BLOCKS} blocks could not be removed (Read-only file system)." in shown
 
 
 @pytest.mark.parametrize("command", [["ls"], ["fsck"], ["fsck", "--repair"], ["purge", "--all"]])

@@ -124,7 +124,8 @@ class FsStorage(Offline):
             with suppress(KeyboardInterrupt), progress(label, folder.parts()) as bar:
                 removal.run(selection, bar.advance)
                 is_complete = True
-        return Removed.of_blocks(removal.gone.values(), removal.failed, is_complete=is_complete)
+        gone, failed, why = removal.gone.values(), removal.failed, removal.why
+        return Removed.of_blocks(gone, failed, why, is_complete=is_complete)
 
     @override
     def shrink(self, capacity_bytes: int, progress: ShowProgress) -> Shrunk:
@@ -146,6 +147,7 @@ class _Removal:
     def __init__(self, folder: FsFolder, *, dry: bool) -> None:
         self.gone: dict[str, NamespaceBlocks] = {}
         self.failed = 0
+        self.why = ""  #: the reason of the last failure
         self._folder = folder
         self._dry = dry
         self._names: list[str] = []
@@ -170,8 +172,9 @@ class _Removal:
     def _remove(self, file: BlockFile) -> None:
         try:
             is_removed = self._dry or self._folder.remove(file)
-        except OSError:
+        except OSError as problem:
             self.failed += 1
+            self.why = problem.strerror or str(problem)
             return
         if is_removed:
             _add(self.gone, file)
