@@ -29,6 +29,10 @@ OF_PRIMARY: Final = {
 
 VLLMS_QUERIES: Final = "vllm:kv_offload_tiering_chunk_queries"
 VLLMS_HITS: Final = "vllm:kv_offload_tiering_chunk_hits"
+_DRIVE_WRITES: Final = [
+    f"kvtier:disk_bytes_{of}_total" for of in ("stored", "reinserted", "of_tables")
+]
+"""All that a ``disk`` tier writes; nothing else is known to wear a drive."""
 
 
 class FaultMeaning(NamedTuple):
@@ -71,7 +75,8 @@ class TierReading(msgspec.Struct, frozen=True):
     hits: float  #: blocks
     loaded_tokens: float
     read_bytes: float
-    written_bytes: float
+    written_bytes: float  #: of blocks that it has taken, those among them that it had already
+    drive_bytes: float | None  #: written to its drive; None if it is no ``disk`` tier
     load_seconds: Histogram
     hits_if_twice: float  #: blocks
     faults: dict[TierFault, float]  #: those above 0
@@ -96,6 +101,7 @@ class TierReading(msgspec.Struct, frozen=True):
             loaded_tokens=self.loaded_tokens - before.loaded_tokens,
             read_bytes=self.read_bytes - before.read_bytes,
             written_bytes=self.written_bytes - before.written_bytes,
+            drive_bytes=_grown(self.drive_bytes, before.drive_bytes),
             load_seconds=self.load_seconds.since(before.load_seconds),
             hits_if_twice=self.hits_if_twice - before.hits_if_twice,
             faults={
@@ -104,6 +110,10 @@ class TierReading(msgspec.Struct, frozen=True):
                 if (grown := count - before.faults.get(name, 0))
             },
         )
+
+
+def _grown(now: float | None, before: float | None) -> float | None:
+    return None if now is None else now - (before or 0.0)
 
 
 class EngineReading(msgspec.Struct, frozen=True):
@@ -183,6 +193,7 @@ def _read_engine(url: str, page: Page, labels: dict[str, str], at_s: float) -> E
 
 def _read_tier(page: Page, name: str, labels: dict[str, str]) -> TierReading:
     grown = ((each, page.total(OF_TIER[each], **labels)) for each in FAULTS)
+    drive = [value for name in _DRIVE_WRITES for _, value in page.series(name, **labels)]
     return TierReading(
         name=name,
         state=", ".join(_states(page, labels)) or IN_USE,
@@ -192,6 +203,7 @@ def _read_tier(page: Page, name: str, labels: dict[str, str]) -> TierReading:
         loaded_tokens=page.total(OF_SOURCE["loaded_tokens"], **labels),
         read_bytes=page.histogram(metrics.LOAD_BYTES.name, **labels).total,
         written_bytes=page.histogram(metrics.STORE_BYTES.name, **labels).total,
+        drive_bytes=sum(drive) if drive else None,
         load_seconds=page.histogram(metrics.LOAD_SECONDS.name, **labels),
         hits_if_twice=page.total(OF_SOURCE["hits_if_twice"], **labels, times="2"),
         faults={each: count for each, count in grown if count},

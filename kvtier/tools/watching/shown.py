@@ -124,9 +124,9 @@ def _idle(engine: EngineReading) -> Iterator[str]:
 
 def drive_writes_a_day(engine: EngineReading, tier: TierReading) -> float | None:
     """Return how many times a day the tier's capacity is written; None if not known."""
-    if not tier.capacity_bytes or engine.age_s < AGE_S_MIN or tier is engine.tiers[0]:
+    if not tier.capacity_bytes or engine.age_s < AGE_S_MIN or tier.drive_bytes is None:
         return None
-    return tier.written_bytes / engine.age_s * DAY_S / tier.capacity_bytes
+    return tier.drive_bytes / engine.age_s * DAY_S / tier.capacity_bytes
 
 
 def _written_a_day(engine: EngineReading, tier: TierReading) -> str:

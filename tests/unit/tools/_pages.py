@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
 
-from kvtier.core.metrics import primary_definitions, tier_definitions
+from kvtier.core.metrics import backend_definitions, primary_definitions, tier_definitions
+from kvtier_backends.disk.metrics import METRICS as OF_DISK
 from tests.support.http_server import http_server
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ class EnginePage:
     def __init__(self, *engines: str) -> None:
         self.registry = CollectorRegistry()
         self._metrics = {}
-        for name, each in (primary_definitions() | tier_definitions()).items():
+        of_disk = backend_definitions("disk", OF_DISK)
+        for name, each in (primary_definitions() | tier_definitions() | of_disk).items():
             buckets = {"buckets": each.buckets} if each.buckets else {}
             labels = ["engine", *each.labels]
             made = _KINDS[each.kind](name, each.help, labels, registry=self.registry, **buckets)

@@ -116,6 +116,23 @@ def test_what_went_wrong_stands_before_what_could_be_better(
     assert "2:redis is in use, and blocks failed their check" in advice()
 
 
+def test_only_what_a_drive_is_given_to_write_wears_it_out(
+    kvtier: Shell, page: EnginePage, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server's memory does not wear out, nor does what a tier is given and has already."""
+    monkeypatch.setattr("kvtier.tools.watching.shown.AGE_S_MIN", 0.0)
+    page.count("kvtier:loaded_tokens", 1, tier="nvme")
+    for tier in ("nvme", "2:redis"):
+        page.set("kvtier:tier_capacity_bytes", 1e9, tier=tier)
+        page.observe("kvtier:tier_store_bytes", 1e12, tier=tier)
+    page.count("kvtier:disk_bytes_stored", 0, tier="nvme")
+    assert "nothing is wrong" in kvtier.shown("status", address)
+    page.count("kvtier:disk_bytes_of_tables", 1e12, tier="nvme")
+    (engine,) = kvtier("status", address)["engines"]
+    assert engine["advice"].startswith("nvme writes its capacity")
+    assert [tier["drive_bytes"] for tier in engine["tiers"]] == [None, 1e12, None]
+
+
 def test_a_tier_tells_its_faults_and_one_is_no_news_after_an_hour(
     kvtier: Shell, page: EnginePage, address: str
 ) -> None:
