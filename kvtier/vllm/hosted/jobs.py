@@ -65,7 +65,7 @@ class HostedJobs:
         self._lost = lost
         self._stats = stats
         self._waiting: dict[int, asyncio.Future[JobResult]] = {}  # the jobs in flight
-        self._lookups = 0  # unresolved ones
+        self._lookups = 0  # unresolved queries
         self._next_id = 0
         self._stepped = asyncio.Event()  # replaced at each step
         self._wanted = asyncio.Event()
@@ -103,17 +103,18 @@ class HostedJobs:
         """
         found = dict.fromkeys(keys, False)
         unresolved = list(found)
-        self._lookups += 1
-        try:
-            async with asyncio.timeout(LOOKUP_S_MAX):
-                while unresolved and not is_over():
-                    results = {key: self._tier.lookup(key, context) for key in unresolved}
-                    found.update((key, results[key] is LookupResult.HIT) for key in unresolved)
-                    unresolved = [key for key in unresolved if results[key] in _UNRESOLVED]
-                    if unresolved:
-                        await self._next_step()
-        finally:
-            self._lookups -= 1
+
+        def query() -> bool:
+            nonlocal unresolved
+            if is_over():
+                return True
+            results = {key: self._tier.lookup(key, context) for key in unresolved}
+            found.update((key, results[key] is LookupResult.HIT) for key in unresolved)
+            unresolved = [key for key in unresolved if results[key] in _UNRESOLVED]
+            return not unresolved
+
+        async with asyncio.timeout(LOOKUP_S_MAX):
+            await self.repeat(query)
         return [found[key] for key in keys]
 
     async def run(
@@ -160,11 +161,17 @@ class HostedJobs:
                 raise
         self._wanted.set()
 
-    async def step(self) -> None:
-        """Wait for the tier's next step."""
+    async def repeat(self, query: Callable[[], bool]) -> None:
+        """Make a call now, and again after each of the tier's steps, until it returns True."""
+        if query():
+            return
         self._lookups += 1
+        self._wanted.set()  # once: a step that resolves nothing is no reason for the next at once
         try:
-            await self._next_step()
+            while True:
+                await self._stepped.wait()
+                if query():
+                    return
         finally:
             self._lookups -= 1
 
@@ -182,10 +189,6 @@ class HostedJobs:
             yield context
         finally:
             self._tier.on_request_finished(context)
-
-    def _next_step(self) -> asyncio.Future[bool]:
-        self._wanted.set()
-        return asyncio.ensure_future(self._stepped.wait())
 
     def _step(self) -> bool:
         """Run the calls that vLLM's manager makes to a tier in each of the engine's steps.

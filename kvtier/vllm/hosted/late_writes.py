@@ -104,22 +104,32 @@ class Peer:
         self._began_s = asyncio.get_running_loop().time()
 
     async def answers(
-        self, next_step: Callable[[], Awaitable[object]], is_over: Callable[[], bool]
+        self,
+        repeat: Callable[[Callable[[], bool]], Awaitable[None]],
+        is_over: Callable[[], bool],
     ) -> bool:
         """Wait until it has responded; False if it is unreachable, or the request is over.
 
-        ``next_step``: waits for the tier's next step. The tier gives up after half a minute.
+        ``repeat``: calls a function after each of the tier's steps until it returns True. The tier
+        gives up after half a minute.
         """
-        while self._session is not None and not is_over():
+        has_responded = False
+
+        def look() -> bool:
+            nonlocal has_responded
+            if self._session is None or is_over():
+                return True
             if self._peers.session(self._address) is not self._session:
-                return False
+                return True
             self._agent = self._peers.agent(self._address)
             # vLLM may be connected to the peer before it knows the name of its process.
-            if self._session.ready and self._agent is not None:
-                self._began_s = asyncio.get_running_loop().time()
-                return True
-            await next_step()
-        return False
+            has_responded = self._session.ready and self._agent is not None
+            return has_responded
+
+        await repeat(look)
+        if has_responded:
+            self._began_s = asyncio.get_running_loop().time()
+        return has_responded
 
     def has_said_so(self) -> bool:
         """Return whether the peer itself reported that a failed load has failed."""

@@ -133,7 +133,7 @@ class PeersBlocks(HostedRequest):
             there = set(compress(keys, await self.probe(keys)))
             wanted = [block for block in blocks if block.key in there]
             peer = self._peers.peer_of(self._context)
-            if not wanted or peer is None or not await peer.answers(self._jobs.step, self.is_over):
+            if not (wanted and peer and await peer.answers(self._jobs.repeat, self.is_over)):
                 return [Loaded(Outcome.ABSENT)] * len(blocks)
             slots = slots_in(self._view, (block.buffer for block in wanted))
             wanted_keys = [block.key for block in wanted]
