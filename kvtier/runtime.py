@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
 from kvtier.core.generations import Generations
 from kvtier.core.policy_actor import PolicyActor
+from kvtier.core.tier_host import close_tiers
 from kvtier.engine.cell import EngineCell
 from kvtier.engine.facade import SchedulerFacade
 from kvtier.engine.link.admission_gate import AdmissionGate
@@ -68,30 +70,35 @@ def open_runtime(
     policy = make_policy(config.eviction_policy, config.slot_count)
     admissions = make_admissions(config)
     inboxes = [cell.inbox() for _ in config.tiers]
-    tiers = _make_tiers(config, memory, namespace, inboxes, engine, clock)
-    built = build_engine(
-        cell,
-        config,
-        policy,
-        admissions,
-        zip(inboxes, [to_machine_time(tier, clock) for tier in tiers], strict=True),
-        collect_events=collect_events,
-    )
-    for link, tier in zip(built.links, tiers, strict=True):
-        tier.report_losses_by(link.lost_blocks)
-        if tier.traits is not None:  # else reported once the tier can be used
-            link.set_traits(tier.traits)
-    for tier in tiers:
-        tier.start()
-    return SchedulerFacade(
-        built.cell,
-        built.primary,
-        built.links,
-        tiers,
-        close_timeout_s=config.close_timeout_s,
-        generations=Generations(config.weights_version, keep=config.keeps_on_reset),
-        clock=clock,
-    )
+    tiers: list[TierHost] = []
+    with ExitStack() as undo:
+        undo.callback(close_tiers, tiers, config.close_timeout_s)
+        _make_tiers(tiers, config, memory, namespace, inboxes, engine, clock)
+        built = build_engine(
+            cell,
+            config,
+            policy,
+            admissions,
+            zip(inboxes, [to_machine_time(tier, clock) for tier in tiers], strict=True),
+            collect_events=collect_events,
+        )
+        for link, tier in zip(built.links, tiers, strict=True):
+            tier.report_losses_by(link.lost_blocks)
+            if tier.traits is not None:  # else reported once the tier can be used
+                link.set_traits(tier.traits)
+        for tier in tiers:
+            tier.start()
+        facade = SchedulerFacade(
+            built.cell,
+            built.primary,
+            built.links,
+            tiers,
+            close_timeout_s=config.close_timeout_s,
+            generations=Generations(config.weights_version, keep=config.keeps_on_reset),
+            clock=clock,
+        )
+        undo.pop_all()
+    return facade
 
 
 def open_staged_tier(
@@ -117,19 +124,22 @@ def open_staged_tier(
         config, staging, namespace, collect_events=collect_events, engine=engine, clock=clock
     )
     name = config.tiers[0].name
-    if runtime.has_request_scoped_tiers:
-        runtime.close()
-        raise ConfigError(
-            f"secondary tier {name}: it is request-scoped, which vLLM's own tiering does not "
-            "support. Choose another type, or use kvtier's spec."
+    with ExitStack() as undo:
+        undo.callback(runtime.close)
+        if runtime.has_request_scoped_tiers:
+            raise ConfigError(
+                f"secondary tier {name}: it is request-scoped, which vLLM's own tiering does not "
+                "support. Choose another type, or use kvtier's spec."
+            )
+        facade = StagedFacade(
+            runtime,
+            config,
+            BlockCopier(name, slots, staging),
+            waiting_stores_max=max(1, int(slots.slot_count * config.cascade_slots_fraction_max)),
+            clock=clock,
         )
-    return StagedFacade(
-        runtime,
-        config,
-        BlockCopier(name, slots, staging),
-        waiting_stores_max=max(1, int(slots.slot_count * config.cascade_slots_fraction_max)),
-        clock=clock,
-    )
+        undo.pop_all()
+    return facade
 
 
 def wait_for_servers(
@@ -267,38 +277,32 @@ def make_admissions(config: RuntimeConfig) -> dict[int, AdmissionPolicy]:
 
 
 def _make_tiers(
+    tiers: list[TierHost],
     config: RuntimeConfig,
     memory: SlotMemory,
     namespace: Namespace,
     inboxes: Sequence[Mailbox],
     engine: object,
     clock: Callable[[], float],
-) -> list[TierHost]:
-    """Make all tiers, or none, and raise ``ConfigError``."""
-    tiers: list[TierHost] = []
+) -> None:
+    """Make all tiers, each added to ``tiers`` at once: the caller closes them if this raises."""
     owner_of: dict[str, str] = {}
-    try:
-        for tier, inbox in zip(config.tiers, inboxes, strict=True):
-            host = make_host(
-                tier,
-                BackendContext(
-                    config.block_bytes,
-                    namespace,
-                    tier.name,
-                    engine=engine,
-                    read_only=tier.read_only,
-                ),
-                memory,
-                from_machine_time(inbox, clock),
-                messages_max=config.mailbox_messages_max,
-            )
-            tiers.append(host)
-            _check_place(host, owner_of)
-    except BaseException:
-        for made in tiers:
-            made.close(0.0)
-        raise
-    return tiers
+    for tier, inbox in zip(config.tiers, inboxes, strict=True):
+        host = make_host(
+            tier,
+            BackendContext(
+                config.block_bytes,
+                namespace,
+                tier.name,
+                engine=engine,
+                read_only=tier.read_only,
+            ),
+            memory,
+            from_machine_time(inbox, clock),
+            messages_max=config.mailbox_messages_max,
+        )
+        tiers.append(host)
+        _check_place(host, owner_of)
 
 
 def _check_place(tier: TierHost, owner_of: dict[str, str]) -> None:

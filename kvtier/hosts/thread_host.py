@@ -94,7 +94,11 @@ class TierThread(TierHost):
             self._hanging = first
             raise hangs(self._tier)
         self._backend, self._place = first.result()
-        self._cell = self._new_cell(self._backend)
+        try:
+            self._cell = self._new_cell(self._backend)
+        except BaseException:  # its policy can't be made
+            self._discard()
+            raise
 
     def start_without(self, reason: str) -> None:
         """Begin with no backend, which could not be made. Before ``start``."""

@@ -17,6 +17,7 @@ tier except ``drain_jobs`` and ``shutdown``, and those for ``close_timeout_s`` a
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
@@ -124,7 +125,6 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         self._hosting = HostingEngine(offloading_spec, staging)
         hosted = definitions_of([options["tier"]])
         self._metrics = TierExporter(tier, self._watch, self._hosting.stats, hosted)
-        # The last calls that may raise: nothing would close the facade after a later error.
         know_adapters()
         know_media(trusts=config.media_ids == "trust")
         namespace = namespace_of(offloading_spec)
@@ -138,8 +138,11 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
             engine=self._hosting,
             clock=clock,
         )
-        self._begin_generation = self._weights.add(self.drain_jobs, self._facade.reset, config)
-        self._say_ready(config, slot_count)
+        with ExitStack() as undo:  # vLLM closes only a tier that it got
+            undo.callback(self._facade.close)
+            self._begin_generation = self._weights.add(self.drain_jobs, self._facade.reset, config)
+            self._say_ready(config, slot_count)
+            undo.pop_all()
 
     def _say_ready(self, config: RuntimeConfig, slot_count: int) -> None:
         """Log that it is ready, once it is connected to its server or has had the time."""

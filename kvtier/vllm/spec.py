@@ -211,7 +211,6 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                     weights=weights_in_words(described),
                     region=region,
                 )
-                region.try_unlink()
             except BaseException:
                 region.close()
                 WORKER_HERE.release(self.config.engine_id)

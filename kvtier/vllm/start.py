@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from kvtier import __version__
@@ -38,12 +39,15 @@ def build_manager(
 ) -> KVTierManager:
     """Start the runtime for one engine. Scheduler process only.
 
-    ``weights``: what identifies the weights, for the log.
+    ``weights``: what identifies the weights, for the log. If anything raises, all is closed again
+    but ``memory`` and ``region``.
     """
     began_s = time.monotonic()
-    recorder = open_recorder(config, spec)
     hosting = HostingEngine(spec, memory)
-    try:
+    with ExitStack() as undo:  # another attempt in this process may use the same files
+        recorder = open_recorder(config, spec)
+        if recorder is not None:
+            undo.callback(recorder.close, config.close_timeout_s)
         facade = open_runtime(
             config,
             memory,
@@ -51,17 +55,16 @@ def build_manager(
             collect_events=spec.kv_events_config.enable_kv_cache_events,
             engine=hosting,
         )
-    except BaseException:
+        undo.callback(facade.close)
+        manager_class = KVTierManager if recorder is None else RecordingManager
+        manager = manager_class(facade, config, spec, definitions, memory, region, hosting)
+        connecting = wait_for_servers(config, lambda: _polled(facade))
         if recorder is not None:
-            recorder.close(0.0)  # another attempt may use its file
-        raise
-    manager_class = KVTierManager if recorder is None else RecordingManager
-    manager = manager_class(facade, config, spec, definitions, memory, region, hosting)
-    if recorder is not None:
-        assert isinstance(manager, RecordingManager)
-        manager.record_to(recorder)
-    connecting = wait_for_servers(config, lambda: _polled(facade))
-    _say_ready(facade, config, connecting, weights, time.monotonic() - began_s)
+            assert isinstance(manager, RecordingManager)
+            manager.record_to(recorder)
+        region.try_unlink()
+        _say_ready(facade, config, connecting, weights, time.monotonic() - began_s)
+        undo.pop_all()
     return manager
 
 

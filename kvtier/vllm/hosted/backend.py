@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -155,11 +156,16 @@ class HostedBackend(Backend):
                 f"{error}). Correct the entry in tier, install its requirements, or remove the "
                 "tier."
             ) from error
-        engine.labels_of[context.tier_name] = info_of(built, context.tier_name)
-        request_scoped = given.request_scoped or serves_peers(found)
-        return cls(
-            built, view, context.tier_name, request_scoped=request_scoped, stats=engine.stats
-        )
+        with ExitStack() as undo:
+            undo.callback(view.release)
+            undo.callback(built.shutdown)  # it may hold a port
+            engine.labels_of[context.tier_name] = info_of(built, context.tier_name)
+            request_scoped = given.request_scoped or serves_peers(found)
+            made = cls(
+                built, view, context.tier_name, request_scoped=request_scoped, stats=engine.stats
+            )
+            undo.pop_all()
+        return made
 
     @classmethod
     def check_keys(cls, options: Mapping[str, Any], context: BackendContext) -> None:

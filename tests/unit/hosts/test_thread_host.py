@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import anyio
 import pytest
 
 from kvtier.core import tier_host, wire
+from kvtier.errors import ConfigError
 from kvtier.hosts import thread_host
 from kvtier.hosts.thread_host import TierThread
 from kvtier.plugin_api.backend import (
@@ -260,6 +262,26 @@ def test_a_backend_of_an_engine_that_does_not_start_is_discarded(
     assert cell.close(0.0) is True
     assert discarded.wait(PATIENCE_S)
     goes_on.set()
+
+
+def test_a_backend_whose_policy_cannot_be_made_is_discarded() -> None:
+    discarded = threading.Event()
+
+    class Made(DictBackend):
+        def discard(self) -> None:
+            discarded.set()
+
+    cell = TierThread(
+        TierConfig("test", "1:test"),
+        SlotMemory.anonymous(8, BLOCK),
+        LinkEnd(),
+        messages_max=16,
+        make_backend=Made,
+        policy_of=Mock(side_effect=ConfigError("no such policy")),
+    )
+    with pytest.raises(ConfigError):
+        cell.make()
+    assert discarded.wait(PATIENCE_S)
 
 
 def test_close_ends_what_was_begun() -> None:

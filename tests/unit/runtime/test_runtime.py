@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
-from kvtier import ConfigError, Namespace, RuntimeConfig, SlotMemory, open_runtime
+from kvtier import ConfigError, Namespace, RuntimeConfig, SlotMemory, open_runtime, runtime
 from kvtier.hosts import thread_host
 from kvtier.tier.unbounded_tier import UnboundedTier
 from tests.support.fuse_folder import fuse_folder
@@ -150,3 +151,18 @@ def test_a_tier_in_a_process_answers_though_no_step_ends(tmp_path: Path) -> None
     until(lambda: facade.lookup_prefix(KEYS[:3], "r") is not None)
     assert facade.lookup_prefix(KEYS[:3], "r") == 3
     assert facade.close() is True
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("raised_by", ["SchedulerFacade", "Generations"])
+def test_a_start_that_is_interrupted_keeps_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: str, raised_by: str
+) -> None:
+    """The tiers run by then. The next start in the process would be refused."""
+    tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": "64MB"}
+    tiers = {"secondary_tiers": [{**tier, "isolation": isolation}]}
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, raised_by, Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            Runtime(tmp_path, **tiers)
+    assert Runtime(tmp_path, **tiers).facade.close() is True
