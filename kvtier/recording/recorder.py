@@ -277,8 +277,8 @@ class Recorder:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise OSError(None, _NOT_REGULAR)
-        os.fchmod(descriptor, FILE_MODE)
         try:
+            os.fchmod(descriptor, FILE_MODE)
             self._lock_file(descriptor)
         except OSError:
             os.close(descriptor)

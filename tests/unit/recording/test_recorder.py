@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import zstandard
@@ -199,6 +200,18 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path, place: str) ->
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=r"record=.* cannot be written"):
         made(tmp_path / place)
+
+
+def test_a_file_of_another_user_is_refused_and_not_kept_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is opened for each write, and each would leave a descriptor behind."""
+    closed = Mock(wraps=os.close)
+    monkeypatch.setattr(os, "fchmod", Mock(side_effect=PermissionError(1, "not permitted")))
+    monkeypatch.setattr(os, "close", closed)
+    with pytest.raises(ConfigError, match="not permitted"):
+        made(tmp_path / "record.zst")
+    closed.assert_called_once()
 
 
 def test_a_record_that_is_cut_off_or_damaged_is_read_up_to_there(tmp_path: Path) -> None:
