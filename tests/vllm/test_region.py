@@ -112,6 +112,20 @@ def test_a_sweep_leaves_files_of_others_alone(tmp_path: Path) -> None:
     }
 
 
+def test_the_sweep_of_a_dead_engine_leaves_a_live_one_whose_name_begins_as_its_does(
+    tmp_path: Path,
+) -> None:
+    """vLLM numbers the further files of one engine so; of kvtier's, each is an engine's own."""
+    live = HostRegion(
+        "prod.1", slot_count=1, row_bytes=PAGE, world_size=2, rank=0, folder=str(tmp_path)
+    )
+    dead = tmp_path / "kvtier_prod"
+    dead.write_bytes(b"x")
+    assert sweep(str(tmp_path)) == [dead]
+    assert live.path.exists()
+    live.close()
+
+
 def left_by_vllm(folder: Path, name: str = "vllm_offload_dead.mmap") -> Path:
     """Leave a region as a vLLM does that is killed: with a size and pages, and no lock."""
     path = folder / name
