@@ -280,7 +280,13 @@ def test_a_second_engine_with_the_same_id_is_refused(tmp_path: Path) -> None:
     first = open_region(tmp_path, 0)
     with pytest.raises(ConfigError, match="two engines with one engine_id"):
         open_region(tmp_path, 0)
+    with pytest.raises(ConfigError, match="another size"):
+        open_region(tmp_path, 0, slot_count=4)
+    second = open_region(tmp_path, 1)  # of the first engine, which still finds it by name
+    assert first.header.all_mapped()
+    second.close()
     first.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_creator_that_never_sizes_the_file_is_not_waited_for_for_ever(tmp_path: Path) -> None:

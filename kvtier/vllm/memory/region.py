@@ -114,6 +114,7 @@ class HostRegion:
         self._closed = False
         sweep(folder)
         self._fd, created = self._open(time.monotonic() + timeout_s)
+        self._is_participant = created  # else not before its rank is accepted
         try:
             if created:
                 self._memory.require_shared(folder)
@@ -129,8 +130,8 @@ class HostRegion:
             whole.release()
             self._populate(world_size)
             self._announce()
+            self._is_participant = True
         except BaseException:
-            self._unlink_if_ours()
             self.close()
             raise
 
@@ -246,7 +247,8 @@ class HostRegion:
         return os.fstat(self._fd).st_nlink > 0
 
     def _unlink_if_ours(self) -> None:
-        if _leads_to(self.path, self._fd):
+        # An engine that is refused since another has its engine_id leaves that one's name.
+        if self._is_participant and _leads_to(self.path, self._fd):
             self.path.unlink(missing_ok=True)
 
 
