@@ -177,7 +177,11 @@ def test_files_that_change_while_an_adapter_is_loaded_are_nobody_knows_whose(
     write_adapter(tmp_path / "a", 1)
     lora = LoRARequest("a", 1, str(tmp_path / "a"))
     core.add_lora(lora)
-    assert known.digest(lora).startswith("unknown")
+    with capture_logs() as lines:
+        assert known.digest(lora).startswith("unknown")
+    assert "after its files have changed" in lines[0]["event"]
+    core_of(lambda: None).add_lora(LoRARequest("a", 1, str(tmp_path / "a"), load_inplace=True))
+    assert not known.digest(lora).startswith("unknown"), "as the log says"
 
 
 def test_one_of_a_hub_is_told_once_its_files_are_here(
@@ -213,6 +217,7 @@ def test_one_whose_files_are_not_here_is_known_to_nobody(
     with capture_logs() as lines:
         assert not set(hashes(path)) & set(hashes(path))
     assert [line["path"] for line in lines] == [path]
+    assert "can't be read" in lines[0]["event"]
 
 
 def test_another_path_under_the_same_number_is_not_loaded_by_that(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ class Adapters:
                 return  # the worker keeps the adapter it has
             now = _look_at(request.lora_path)
             is_sure = before in ((), now.state)
-            self._set(request.lora_int_id, now if is_sure else _Adapter(now.path, now.state, None))
+            # Not with the state of now: the files have changed since the load began.
+            self._set(request.lora_int_id, now if is_sure else _Adapter(now.path, before, None))
 
     def forget(self) -> None:
         """Forget all adapters: a new engine loads them again."""
