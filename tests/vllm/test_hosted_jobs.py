@@ -1,18 +1,27 @@
-"""How often a hosted tier is stepped, counted on a loop whose time is the test's."""
+"""How often a hosted tier is stepped, and how long slots are kept from a peer that may write them.
+
+Both are seen on a loop whose time is the test's.
+"""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult
 
+from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome
+from kvtier.vllm.hosted.finished_notifier import FinishedNotifier
 from kvtier.vllm.hosted.jobs import STEP_S, STEP_S_MAX, HostedJobs
-from kvtier.vllm.hosted.late_writes import Peers
+from kvtier.vllm.hosted.late_writes import ANSWERS_S, LOOK_S, Peers
+from kvtier.vllm.hosted.requests import PeersBlocks
 from tests.model.stepped_loop import SteppedLoop
 
 pytestmark = pytest.mark.one_release
+BLOCK = 64
 SECONDS = 2.0
 STEPS_MAX = SECONDS / STEP_S_MAX + 20
 """In that time: at the longest interval, and some at shorter ones before."""
@@ -27,6 +36,7 @@ class SilentTier:
     def __init__(self) -> None:
         self.steps = 0
         self.result = LookupResult.RETRY
+        self.finished: list[JobResult] = []
         self._sessions = {"peer:1": SimpleNamespace(alive=True, ready=False)}
         self._data = SimpleNamespace(_peer_nixl_names={"peer:1": "its process"})
 
@@ -36,8 +46,20 @@ class SilentTier:
     def on_schedule_end(self, _context: object) -> None:
         self.steps += 1
 
-    def get_finished_jobs(self) -> list[Any]:
-        return []
+    def get_finished_jobs(self) -> list[JobResult]:
+        finished, self.finished = self.finished, []
+        return finished
+
+    def submit_load(self, _job: object) -> None:
+        pass
+
+    def on_new_request(self, _context: ReqContext) -> RequestOffloadingContext:
+        if not self._sessions:
+            raise OSError(24, "Too many open files")
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, _context: ReqContext) -> None:
+        raise RuntimeError("no such request")
 
     def take_events(self) -> list[Any]:
         return []
@@ -53,6 +75,7 @@ class Stepped:
         self.loop = SteppedLoop(0.0)
         self.tier: Any = SilentTier()
         self.jobs = HostedJobs(self.tier, "1:silent", lambda _keys: None)
+        self.peers = Peers(self.tier, "1:silent", self.jobs.goes_well)
         self._steps = self.loop.create_task(self.jobs.go_on())
         self.loop.run()
 
@@ -97,7 +120,7 @@ def test_a_tier_is_stepped_at_growing_intervals_while_a_peer_does_not_respond() 
     over: list[bool] = []
 
     async def waiting() -> bool:
-        peer = Peers(played.tier, "1:silent").peer_of(READER)
+        peer = played.peers.peer_of(READER)
         assert peer is not None
         return await peer.answers(played.jobs.repeat, lambda: bool(over))
 
@@ -106,3 +129,46 @@ def test_a_tier_is_stepped_at_growing_intervals_while_a_peer_does_not_respond() 
     over.append(True)
     played.loop.pass_time(STEP_S_MAX)
     assert answers.result() is False
+
+
+@pytest.fixture
+def failed(monkeypatch: pytest.MonkeyPatch) -> tuple[Stepped, Any]:
+    """A load that failed although its peer is alive, and may still write: it waits for that."""
+    monkeypatch.setattr(Peers, "listens", AsyncMock(return_value=True))
+    played = Stepped()
+    played.tier.result = LookupResult.HIT
+    session = played.tier._sessions["peer:1"]
+    session.ready = True
+    view = memoryview(bytearray(BLOCK)).cast("B", (1, BLOCK))
+    notifier = FinishedNotifier(played.tier)
+    request = PeersBlocks(played.tier, played.jobs, view, READER, played.peers, notifier)
+    block = LoadBlock(b"a", view.cast("B"))
+    load = played.begin(request.load([block]))
+    request.end()
+    played.tier._sessions.clear()
+    session.alive = False
+    played.tier.finished = [JobResult(1, success=False)]
+    played.loop.pass_time(STEP_S_MAX)
+    return played, load
+
+
+def test_what_a_tier_raises_frees_no_slot_that_a_peer_may_still_write(
+    failed: tuple[Stepped, Any],
+) -> None:
+    """Neither at the request's end nor when a connection can't be opened."""
+    played, load = failed
+    played.loop.pass_time(10 * ANSWERS_S)
+    assert (load.done(), played.peers.held) == (False, 1)
+    played.tier._sessions["peer:1"] = SimpleNamespace(alive=True, ready=True)
+    played.loop.pass_time(ANSWERS_S + 2 * LOOK_S)
+    assert (load.done(), played.peers.held) == (True, 0)
+    assert load.result() == [Loaded(Outcome.ABSENT)]
+
+
+def test_a_tier_that_ends_leaves_memory_mapped_that_a_peer_may_still_write(
+    failed: tuple[Stepped, Any],
+) -> None:
+    played, load = failed
+    load.cancel()
+    played.loop.run()
+    assert (load.cancelled(), played.peers.held) == (True, 1)

@@ -116,7 +116,7 @@ class HostedBackend(Backend):
         self._notifier = FinishedNotifier(tier)
         self._peers: Peers | None = None
         if serves_peers(type(tier)):
-            self._peers = Peers(tier, name)
+            self._peers = Peers(tier, name, self._jobs.goes_well)
             end_well(tier._control)  # noqa: SLF001 - before it has any connection
             note_no_seed_too_early(tier)
             self._jobs.also(Parent(tier, self, self._jobs, view).serve, self._notifier.tell)

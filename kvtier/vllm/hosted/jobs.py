@@ -196,12 +196,12 @@ class HostedJobs:
         False: it is unknown which jobs have ended.
         """
         # If it raises, results may be lost.
-        goes_well = self._goes_well(self._collect) or self._drain()
+        goes_well = self.goes_well(self._collect) or self._drain()
         for serve in self._serve_peers:
-            self._goes_well(serve)
-        self._goes_well(lambda: self._tier.on_schedule_end(ScheduleEndContext((), ())))
-        self._goes_well(self._pass_on_removals)
-        self._goes_well(self._pass_on_stats)
+            self.goes_well(serve)
+        self.goes_well(lambda: self._tier.on_schedule_end(ScheduleEndContext((), ())))
+        self.goes_well(self._pass_on_removals)
+        self.goes_well(self._pass_on_stats)
         stepped, self._stepped = self._stepped, asyncio.Event()
         stepped.set()
         return goes_well
@@ -220,7 +220,7 @@ class HostedJobs:
 
     def _drain(self) -> bool:
         """End all jobs: wait until nothing touches a slot. False: the tier can't confirm that."""
-        if not (self._goes_well(self._tier.drain_jobs) and self._goes_well(self._collect)):
+        if not (self.goes_well(self._tier.drain_jobs) and self.goes_well(self._collect)):
             return False
         for number, ended in self._waiting.items():
             if not ended.done():
@@ -243,10 +243,10 @@ class HostedJobs:
             nonlocal has_more
             has_more = self._tier.has_pending_work()
 
-        self._goes_well(ask)
+        self.goes_well(ask)
         return has_more
 
-    def _goes_well(self, call: Callable[[], object]) -> bool:
+    def goes_well(self, call: Callable[[], object]) -> bool:
         """Make a call that has no waiting caller. False: it raised, which is logged once a kind."""
         try:
             call()

@@ -53,8 +53,15 @@ UNANSWERED_S: Final = 40.0
 class Peers:
     """The peers of one ``p2p`` tier. Loop thread only, except ``held``."""
 
-    def __init__(self, tier: P2PSecondaryTierManager, name: str) -> None:
+    def __init__(
+        self,
+        tier: P2PSecondaryTierManager,
+        name: str,
+        goes_well: Callable[[Callable[[], object]], bool],
+    ) -> None:
+        """``goes_well``: makes a call, and logs what it raises instead of raising it."""
         self.held = 0  #: loads whose slots a peer may still write. Any thread.
+        self.goes_well = goes_well
         self._tier = tier
         self._threads = DaemonThreads(1, f"kvtier-{name}-peers")
 
@@ -84,7 +91,10 @@ class Peers:
 
     async def listens(self, host: str, port: int) -> bool:
         """Return whether something listens at an address; True if that is uncertain."""
-        return await self._threads.run(lambda: _listens(host, port))
+        try:
+            return await self._threads.run(lambda: _listens(host, port))
+        except OSError:  # no thread could be started
+            return True
 
     def stop(self) -> None:
         """Let the thread end."""
@@ -141,7 +151,7 @@ class Peer:
         vLLM's tier would use it for all later loads.
         """
         if self._is_connected() and self._took_s() >= UNANSWERED_S:
-            self._session._conn.mark_dead()  # noqa: SLF001 - no other way to end it
+            self._peers.goes_well(self._session._conn.mark_dead)  # noqa: SLF001 - no other way
 
     def _is_connected(self) -> bool:
         return self._session is not None and self._session is self._peers.session(self._address)
@@ -150,7 +160,11 @@ class Peer:
         return asyncio.get_running_loop().time() - self._began_s
 
     async def stop_writes(self) -> None:
-        """Wait until the peer can't write for an older load any more. This may take forever."""
+        """Wait until the peer can't write for an older load any more. This may take forever.
+
+        Nothing that the tier raises ends it: the slots would be reused. If it is cancelled, which
+        happens when the tier ends, the load stays counted: the memory must stay mapped.
+        """
         self._peers.held += 1
         answering: Any = None
         answers_since = 0.0
@@ -169,7 +183,7 @@ class Peer:
                 await asyncio.sleep(GONE_S)
                 break
             if session is None:
-                self._peers.call(self._host, self._port)
+                self._peers.goes_well(lambda: self._peers.call(self._host, self._port))
         self._peers.held -= 1
 
 

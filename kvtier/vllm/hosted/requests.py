@@ -143,8 +143,9 @@ class PeersBlocks(HostedRequest):
             self._has_loaded = True
         result = await asyncio.shield(ended)
         is_said = result.success or peer.has_said_so()
+        # Not in a finally: a wait is cancelled when the tier ends, and the tier still has the load.
         self._loads -= 1
-        self._finish_if_over()
+        self._peers.goes_well(self._finish_if_over)
         if not is_said:
             peer.end_if_deaf()
             await peer.stop_writes()
