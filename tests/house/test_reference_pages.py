@@ -6,6 +6,7 @@ parsers themselves, public names by importing the modules.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -18,8 +19,8 @@ from typing import TYPE_CHECKING
 import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
-from pages import DOCS
-from sources import ROOT
+from pages import DOCS, in_code_type
+from sources import MODULES, ROOT, tree_of
 
 import kvtier
 import kvtier.plugin_api
@@ -302,6 +303,49 @@ def test_no_other_list_has_all_backends() -> None:
         if kinds <= set(re.findall(r"\b(\w+)[`\"]", page.read_text()))
     }
     assert names_all <= MAY_NAME_ALL
+
+
+DATA = {"MultiModalFeatureSpec.identifier", "Request.mm_features"}
+"""What kvtier changes of vLLM's that is no function."""
+
+
+def replaced_by(tree: ast.Module) -> set[str]:
+    """Return the attributes of vLLM's classes, modules and objects that a module assigns."""
+    of_vllm = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vllm.")
+        for alias in node.names
+    }
+    kind_of = {name: name for name in of_vllm}
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.arg)
+            and node.annotation
+            and ast.unparse(node.annotation) in of_vllm
+        ):
+            kind_of[node.arg] = ast.unparse(node.annotation)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("getattr(sys.mod"):
+            assert isinstance(node.value, ast.Call)  # a class of a module that is not imported here
+            kind_of[ast.unparse(node.targets[0])] = ast.literal_eval(node.value.args[1])
+    assigned = [
+        target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and not target.attr.startswith("kvtier_")
+    ]
+    owned = [(ast.unparse(target.value), target.attr) for target in assigned]
+    return {f"{kind_of[owner]}.{name}" for owner, name in owned if owner in kind_of}
+
+
+def test_every_function_of_vllms_that_kvtier_wraps_is_on_its_page() -> None:
+    """Operators who suspect one of the two look there; methods had been added without a line."""
+    adapter = [path for name, path in MODULES.items() if name.startswith("kvtier.vllm")]
+    wrapped = set().union(*(replaced_by(tree_of(path)) for path in adapter)) - DATA
+    text = section((DOCS / "reference/vllm-releases.md").read_text(), "What kvtier relies on")
+    rows = text.partition("| wrapped |")[2].partition("\n\n")[0].splitlines()
+    assert wrapped == {name for row in rows for name in in_code_type(row.split("|")[1])}
 
 
 @pytest.mark.parametrize("kind", [RuntimeConfig, TierConfig])
