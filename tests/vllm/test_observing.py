@@ -16,6 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
     OffloadPromMetrics,
 )
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.request import Request
 
 from kvtier.core import metrics as own
 from kvtier.core.events import EventKind
@@ -39,7 +44,7 @@ from kvtier.vllm.scheduler import metrics
 from kvtier.vllm.scheduler.kv_events import KVEvents
 from kvtier.vllm.scheduler.manager import KVTierManager
 from kvtier.vllm.scheduler.metrics import MetricsExporter
-from kvtier.vllm.scheduler.request_report import RequestReports
+from kvtier.vllm.scheduler.request_report import REPORT, RequestReports
 from kvtier.vllm.workarounds.guarded_observer import DROPS, GuardedObserver, Sample
 from tests.support.patience import PATIENCE_S, until
 from tests.vllm.support.connector import connector
@@ -263,6 +268,24 @@ def test_whatever_part_of_observing_raises_vllm_never_sees_it(owner: type, name:
         seen = sum(front.value(f"{DROPPED}_total", what=what) or 0 for what in DROPS)
         assert seen == dropped
         assert front.value("kvtier:primary_evictions_total")
+
+
+def test_each_answer_to_a_prompt_gets_its_report() -> None:
+    """In the process of the front end, vLLM's requests for them share the client's mapping."""
+    asks = {"kv_transfer_params": {REPORT: True, "another's": 1}}
+    sampling = SamplingParams(n=2, extra_args=asks)
+    parent = ParentRequest(
+        EngineCoreRequest(
+            "r", [1], None, sampling, None, 0.0, None, None, None, external_req_id="r"
+        )
+    )
+    with manager() as ours:
+        for number in range(2):
+            name, own_sampling = parent.get_child_info(number)
+            request = Request(name, [1], own_sampling, None)
+            ours.on_new_request(ReqContext(req_id=name))
+            assert ours.on_request_ends(request).keys() == {REPORT}
+            assert request.kv_transfer_params == {"another's": 1}
 
 
 def test_a_step_in_which_nothing_has_happened_has_no_statistics() -> None:

@@ -7,6 +7,7 @@ place of the response. Other clients get none: other connectors use that place, 
 from __future__ import annotations
 
 import logging
+from copy import copy
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core.metrics import PRIMARY_TIER
@@ -29,21 +30,20 @@ class RequestReports:
 
     def at_end(self, request: Any) -> dict[str, Any] | None:  # noqa: ANN401 - vLLM's
         """Log the report of a request that ends; return it for the response, if asked for."""
-        params = request.kv_transfer_params
-        # Taken out: another engine's connector behind this one would use the same name.
+        # Taken out of a copy: another engine's connector behind this one would use the same name,
+        # and all answers to a prompt may share the mapping.
+        params = request.kv_transfer_params = copy(request.kv_transfer_params)
         is_asked_for = bool(params) and params.pop(REPORT, None) is True
-        if not (is_asked_for or LOGGER.isEnabledFor(logging.DEBUG)):
-            return None
-        report = self._facade.report(request.request_id)
+        is_wanted = is_asked_for or LOGGER.isEnabledFor(logging.DEBUG)
+        report = self._facade.report(request.request_id) if is_wanted else None
         if report is None:
             return None
-        tiers = self._tiers
         fields: dict[str, Any] = {
-            "loaded_tokens": {tiers[n]: tokens for n, tokens in report.loaded_tokens.items()},
+            "loaded_tokens": {self._tiers[n]: tokens for n, tokens in report.loaded_tokens.items()},
             "waited_s": round(report.waited_s, 6),
         }
         if report.missed is not None:
             source, reason = report.missed
-            fields["missed"] = {"tier": tiers[source], "reason": reason}
+            fields["missed"] = {"tier": self._tiers[source], "reason": reason}
         log.debug("request is over", request=request.request_id, **fields)
         return {REPORT: fields} if is_asked_for else None
