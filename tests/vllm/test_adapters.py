@@ -64,6 +64,18 @@ def hashes(path: Path | str | None, number: int = 1, *, in_place: bool = False) 
     return found
 
 
+def test_what_wraps_the_hash_before_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Media by content do (``media.py``): whichever comes last must call the other."""
+    for owner, name in ((module.EngineCore, "add_lora"), (module.EngineCore, "remove_lora")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # as it is, to be put back
+    monkeypatch.setattr(
+        module.kv_cache_utils, "generate_block_hash_extra_keys", lambda *_: (("mm", "its own"), 7)
+    )
+    module._hook_adapters.__wrapped__()
+    extra_keys = module.kv_cache_utils.generate_block_hash_extra_keys
+    assert extra_keys(request(None), 0, 4, 0) == (("mm", "its own"), 7)
+
+
 def core_of(load: Callable[[], None]) -> Any:
     """Return vLLM's engine core over workers that do this when they are to load an adapter."""
 
