@@ -17,7 +17,6 @@ tier except ``drain_jobs`` and ``shutdown``, and those for ``close_timeout_s`` a
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
@@ -138,15 +137,16 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
             engine=self._hosting,
             clock=clock,
         )
-        with ExitStack() as undo:  # vLLM closes only a tier that it got
-            undo.callback(self._facade.close)
-            self._begin_generation = self._weights.add(self.drain_jobs, self._facade.reset, config)
-            self._say_ready(config, slot_count)
-            undo.pop_all()
+        self._begin_generation = self._weights.add(self.drain_jobs, self._facade.reset, config)
+        self._say_ready(config, slot_count)
 
     def _say_ready(self, config: RuntimeConfig, slot_count: int) -> None:
         """Log that it is ready, once it is connected to its server or has had the time."""
-        connecting = wait_for_servers(config, self._polled)
+        try:
+            connecting = wait_for_servers(config, self._polled)
+        except BaseException:  # vLLM closes only a tier that it got
+            self._facade.close()
+            raise
         log.info(
             "kvtier's tier is ready behind vLLM's primary tier",
             tier=config.tiers[0].name,

@@ -78,6 +78,8 @@ GIVEN = {
     "kvtier.vllm.identity.media: feature.identifier": "as above",
     "kvtier.vllm.identity.media: request.mm_features": "in transit from vLLM's front end, which "
     "is not told",
+    "kvtier.vllm.scheduler.request_report: request.kv_transfer_params": "vLLM's answers to a "
+    "prompt share the mapping, so another takes its place",
     "kvtier.vllm.identity.media: Request.from_engine_core_request": "vLLM does not say where ids "
     "are from",
     "kvtier.vllm.identity.media: ProcessorInputs.get_mm_hashes": "as above",

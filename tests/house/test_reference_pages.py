@@ -6,7 +6,6 @@ parsers themselves, public names by importing the modules.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import inspect
@@ -20,7 +19,8 @@ import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from pages import DOCS, in_code_type
-from sources import MODULES, ROOT, tree_of
+from sources import ROOT
+from test_owners import GIVEN
 
 import kvtier
 import kvtier.plugin_api
@@ -305,47 +305,18 @@ def test_no_other_list_has_all_backends() -> None:
     assert names_all <= MAY_NAME_ALL
 
 
-DATA = {"MultiModalFeatureSpec.identifier", "Request.mm_features"}
-"""What kvtier changes of vLLM's that is no function."""
-
-
-def replaced_by(tree: ast.Module) -> set[str]:
-    """Return the attributes of vLLM's classes, modules and objects that a module assigns."""
-    of_vllm = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vllm.")
-        for alias in node.names
-    }
-    kind_of = {name: name for name in of_vllm}
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.arg)
-            and node.annotation
-            and ast.unparse(node.annotation) in of_vllm
-        ):
-            kind_of[node.arg] = ast.unparse(node.annotation)
-        elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("getattr(sys.mod"):
-            assert isinstance(node.value, ast.Call)  # a class of a module that is not imported here
-            kind_of[ast.unparse(node.targets[0])] = ast.literal_eval(node.value.args[1])
-    assigned = [
-        target
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Attribute) and not target.attr.startswith("kvtier_")
-    ]
-    owned = [(ast.unparse(target.value), target.attr) for target in assigned]
-    return {f"{kind_of[owner]}.{name}" for owner, name in owned if owner in kind_of}
+DATA = {"extra_config", "identifier", "kv_transfer_params", "mm_features"}
+"""What kvtier replaces of vLLM's that is no function."""
 
 
 def test_every_function_of_vllms_that_kvtier_wraps_is_on_its_page() -> None:
     """Operators who suspect one of the two look there; methods had been added without a line."""
-    adapter = [path for name, path in MODULES.items() if name.startswith("kvtier.vllm")]
-    wrapped = set().union(*(replaced_by(tree_of(path)) for path in adapter)) - DATA
+    written = {key.rpartition(".")[2] for key in GIVEN if key.startswith("kvtier.vllm.")}
+    wrapped = {name for name in written - DATA if not name.startswith("kvtier_")}
     text = section((DOCS / "reference/vllm-releases.md").read_text(), "What kvtier relies on")
     rows = text.partition("| wrapped |")[2].partition("\n\n")[0].splitlines()
-    assert wrapped == {name for row in rows for name in in_code_type(row.split("|")[1])}
+    on_page = [name for row in rows for name in in_code_type(row.split("|")[1])]
+    assert sorted(wrapped) == sorted(name.rpartition(".")[2] for name in on_page)
 
 
 @pytest.mark.parametrize("kind", [RuntimeConfig, TierConfig])

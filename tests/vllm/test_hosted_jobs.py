@@ -75,7 +75,7 @@ class Stepped:
         self.loop = SteppedLoop(0.0)
         self.tier: Any = SilentTier()
         self.jobs = HostedJobs(self.tier, "1:silent", lambda _keys: None)
-        self.peers = Peers(self.tier, "1:silent", self.jobs.goes_well)
+        self.peers = Peers(self.tier, "1:silent", self.jobs)
         self._steps = self.loop.create_task(self.jobs.go_on())
         self.loop.run()
 
@@ -122,7 +122,7 @@ def test_a_tier_is_stepped_at_growing_intervals_while_a_peer_does_not_respond() 
     async def waiting() -> bool:
         peer = played.peers.peer_of(READER)
         assert peer is not None
-        return await peer.answers(played.jobs.repeat, lambda: bool(over))
+        return await peer.answers(lambda: bool(over))
 
     answers = played.begin(waiting())
     assert 0 < played.steps_in(SECONDS) < STEPS_MAX

@@ -116,7 +116,7 @@ class HostedBackend(Backend):
         self._notifier = FinishedNotifier(tier)
         self._peers: Peers | None = None
         if serves_peers(type(tier)):
-            self._peers = Peers(tier, name, self._jobs.goes_well)
+            self._peers = Peers(tier, name, self._jobs)
             end_well(tier._control)  # noqa: SLF001 - before it has any connection
             note_no_seed_too_early(tier)
             self._jobs.also(Parent(tier, self, self._jobs, view).serve, self._notifier.tell)
@@ -156,14 +156,12 @@ class HostedBackend(Backend):
                 f"{error}). Correct the entry in tier, install its requirements, or remove the "
                 "tier."
             ) from error
+        name, request_scoped = context.tier_name, given.request_scoped or serves_peers(found)
         with ExitStack() as undo:
             undo.callback(view.release)
             undo.callback(built.shutdown)  # it may hold a port
-            engine.labels_of[context.tier_name] = info_of(built, context.tier_name)
-            request_scoped = given.request_scoped or serves_peers(found)
-            made = cls(
-                built, view, context.tier_name, request_scoped=request_scoped, stats=engine.stats
-            )
+            engine.labels_of[name] = info_of(built, name)
+            made = cls(built, view, name, request_scoped=request_scoped, stats=engine.stats)
             undo.pop_all()
         return made
 

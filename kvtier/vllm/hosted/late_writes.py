@@ -30,9 +30,11 @@ from kvtier.plugin_api.threads import DaemonThreads
 from kvtier.vllm.hosted.request_params import source_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
 
     from vllm.v1.kv_offload.tiering.p2p.manager import P2PSecondaryTierManager
+
+    from kvtier.vllm.hosted.jobs import HostedJobs
 
 LOOK_S: Final = 1.0
 """Interval between two checks of a peer."""
@@ -53,15 +55,9 @@ UNANSWERED_S: Final = 40.0
 class Peers:
     """The peers of one ``p2p`` tier. Loop thread only, except ``held``."""
 
-    def __init__(
-        self,
-        tier: P2PSecondaryTierManager,
-        name: str,
-        goes_well: Callable[[Callable[[], object]], bool],
-    ) -> None:
-        """``goes_well``: makes a call, and logs what it raises instead of raising it."""
+    def __init__(self, tier: P2PSecondaryTierManager, name: str, jobs: HostedJobs) -> None:
         self.held = 0  #: loads whose slots a peer may still write. Any thread.
-        self.goes_well = goes_well
+        self.jobs = jobs
         self._tier = tier
         self._threads = DaemonThreads(1, f"kvtier-{name}-peers")
 
@@ -113,33 +109,19 @@ class Peer:
         self._agent = peers.agent(self._address)
         self._began_s = asyncio.get_running_loop().time()
 
-    async def answers(
-        self,
-        repeat: Callable[[Callable[[], bool]], Awaitable[None]],
-        is_over: Callable[[], bool],
-    ) -> bool:
+    async def answers(self, is_over: Callable[[], bool]) -> bool:
         """Wait until it has responded; False if it is unreachable, or the request is over.
 
-        ``repeat``: calls a function after each of the tier's steps until it returns True. The tier
-        gives up after half a minute.
+        The tier gives up after half a minute.
         """
-        has_responded = False
 
         def look() -> bool:
-            nonlocal has_responded
-            if self._session is None or is_over():
-                return True
-            if self._peers.session(self._address) is not self._session:
-                return True
             self._agent = self._peers.agent(self._address)
-            # vLLM may be connected to the peer before it knows the name of its process.
-            has_responded = self._session.ready and self._agent is not None
-            return has_responded
+            return is_over() or not self._is_connected() or self._is_ready()
 
-        await repeat(look)
-        if has_responded:
-            self._began_s = asyncio.get_running_loop().time()
-        return has_responded
+        await self._peers.jobs.repeat(look)
+        self._began_s = asyncio.get_running_loop().time()
+        return not is_over() and self._is_connected() and self._is_ready()
 
     def has_said_so(self) -> bool:
         """Return whether the peer itself reported that a failed load has failed."""
@@ -151,7 +133,11 @@ class Peer:
         vLLM's tier would use it for all later loads.
         """
         if self._is_connected() and self._took_s() >= UNANSWERED_S:
-            self._peers.goes_well(self._session._conn.mark_dead)  # noqa: SLF001 - no other way
+            self._peers.jobs.goes_well(self._session._conn.mark_dead)  # noqa: SLF001 - as above
+
+    def _is_ready(self) -> bool:
+        # vLLM may be connected to the peer before it knows the name of its process.
+        return self._session.ready and self._agent is not None
 
     def _is_connected(self) -> bool:
         return self._session is not None and self._session is self._peers.session(self._address)
@@ -183,7 +169,7 @@ class Peer:
                 await asyncio.sleep(GONE_S)
                 break
             if session is None:
-                self._peers.goes_well(lambda: self._peers.call(self._host, self._port))
+                self._peers.jobs.goes_well(lambda: self._peers.call(self._host, self._port))
         self._peers.held -= 1
 
 

@@ -133,7 +133,7 @@ class PeersBlocks(HostedRequest):
             there = set(compress(keys, await self.probe(keys)))
             wanted = [block for block in blocks if block.key in there]
             peer = self._peers.peer_of(self._context)
-            if not (wanted and peer and await peer.answers(self._jobs.repeat, self.is_over)):
+            if not (wanted and peer and await peer.answers(self.is_over)):
                 return [Loaded(Outcome.ABSENT)] * len(blocks)
             slots = slots_in(self._view, (block.buffer for block in wanted))
             wanted_keys = [block.key for block in wanted]
@@ -145,7 +145,7 @@ class PeersBlocks(HostedRequest):
         is_said = result.success or peer.has_said_so()
         # Not in a finally: a wait is cancelled when the tier ends, and the tier still has the load.
         self._loads -= 1
-        self._peers.goes_well(self._finish_if_over)
+        self._jobs.goes_well(self._finish_if_over)
         if not is_said:
             peer.end_if_deaf()
             await peer.stop_writes()

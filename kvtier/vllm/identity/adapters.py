@@ -147,9 +147,8 @@ def know_adapters() -> None:
 
 @once_a_process
 def _hook_adapters() -> None:
-    kv_cache_utils.generate_block_hash_extra_keys = _by_content(
-        kv_cache_utils.generate_block_hash_extra_keys  # perhaps wrapped already: media.py
-    )
+    real = kv_cache_utils.generate_block_hash_extra_keys  # perhaps wrapped already: media.py
+    kv_cache_utils.generate_block_hash_extra_keys = _by_content(real)
     EngineCore.add_lora = _told_of_loading(EngineCore.add_lora)
     EngineCore.remove_lora = _told_of_removing(EngineCore.remove_lora)
 

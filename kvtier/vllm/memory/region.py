@@ -320,12 +320,9 @@ def _has_no_writer(path: Path, fd: int) -> bool:
 
 
 def _more_of(path: Path) -> list[Path]:
-    """Return the further files of a large region, which vLLM creates for its own specs.
-
-    kvtier creates none: beside the file of engine ``prod``, the name of ``prod.1`` is an engine's.
-    """
+    """Return the further files of a large region, which vLLM creates for its own specs."""
     if path.name.startswith(NAME_PREFIX):
-        return []
+        return []  # beside engine "prod", "prod.1" is an engine, too
     return [
         each
         for each in path.parent.iterdir()
