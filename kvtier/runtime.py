@@ -291,11 +291,7 @@ def _make_tiers(
         host = make_host(
             tier,
             BackendContext(
-                config.block_bytes,
-                namespace,
-                tier.name,
-                engine=engine,
-                read_only=tier.read_only,
+                config.block_bytes, namespace, tier.name, engine=engine, read_only=tier.read_only
             ),
             memory,
             from_machine_time(inbox, clock),
