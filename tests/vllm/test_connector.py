@@ -69,6 +69,21 @@ def test_what_runs_at_a_reset_stores_nothing_that_was_computed_before(
         assert engine.store("r", PROMPT) == stored(meta), "the same name, another request"
 
 
+@pytest.mark.parametrize("windows", [(None,), (WINDOW,), GROUPS])
+def test_what_waits_at_a_reset_is_stored_though_nothing_is_looked_up_for_it(
+    windows: Sequence[int | None],
+) -> None:
+    """As for the log probabilities of a prompt, or one that vLLM's own prefix cache has whole."""
+    with connector(slots=64, windows=windows) as engine:
+        engine.start("r", PROMPT, max_load_tokens=0)
+        engine.real.reset_cache()
+        assert engine.matched("r") == 0
+        meta = engine.end_step(["r"])
+        assert stored(meta)
+        engine.complete(meta)
+        engine.finish("r")
+
+
 @pytest.mark.parametrize("windows", [(None,), GROUPS])
 def test_who_is_thrown_back_within_a_step_loads_without_harm(
     windows: Sequence[int | None],

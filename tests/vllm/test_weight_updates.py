@@ -360,24 +360,24 @@ def test_what_begins_with_older_blocks_of_the_gpu_is_not_stored() -> None:
     engine, _manager = started()
     requests = EngineRequests(engine.weights, 16)
     requests.begin("before")
-    requests.on_gpu_hit("before")
+    requests.on_matched("before", 16)
     assert requests.may_store(requests.of("before")), "they are of the weights that it has"
     engine.collective_rpc("update_weights")
     engine.step()
     requests.reset()
     requests.begin("after")
     requests.begin("fresh")
-    requests.on_gpu_hit("after")
+    requests.on_matched("after", 16)
     assert [requests.may_store(requests.of(each)) for each in ("before", "after", "fresh")] == [
         0,
         0,
         1,
     ]
-    requests.wait(requests.of("before"))  # preempted: all of it is computed anew
+    requests.on_matched("before", 0)  # preempted: all of it is computed anew
     assert requests.may_store(requests.of("before"))
     engine.reset_prefix_cache()
     requests.begin("later")
-    requests.on_gpu_hit("later")
+    requests.on_matched("later", 16)
     assert requests.may_store(requests.of("later"))
 
 

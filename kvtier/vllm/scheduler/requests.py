@@ -110,9 +110,8 @@ class EngineRequests:
     # --- decisions ---
 
     def wait(self, state: RequestState) -> None:
-        """Note that a request is not scheduled for a step: it has no block on the GPU."""
+        """Note that a request is not scheduled for a step."""
         self._undecided.add(state.name)
-        state.is_mixed = False
 
     def is_undecided(self, name: str) -> bool:
         """Return whether a request has looked up keys, and may wait."""
@@ -126,10 +125,15 @@ class EngineRequests:
 
     # --- permission to load and store ---
 
-    def on_gpu_hit(self, name: str) -> None:
-        """Note that a request begins with a hit in vLLM's own prefix cache."""
-        if self._weights.gpu_is_stale:
-            self.of(name).is_mixed = True
+    def on_matched(self, name: str, gpu_tokens: int) -> None:
+        """Note that a request waits, whether or not keys are looked up for it.
+
+        ``gpu_tokens``: of its hit in vLLM's own prefix cache. It has no other block on the GPU.
+        """
+        is_mixed = gpu_tokens > 0 and self._weights.gpu_is_stale
+        state = self.of(name) if is_mixed else self._of.get(name)
+        if state is not None:
+            state.is_mixed = is_mixed
 
     def may_load(self, state: RequestState) -> bool:
         """Return whether stored blocks may be loaded for a request."""

@@ -2,8 +2,8 @@
 
 - ``from_spec``: how far each group looks back, and which are a draft's (``memory/group_kinds.py``).
   It also warns of vLLM's errors with Mamba layers, and prevents them if possible.
-- ``get_num_new_matched_tokens``: which requests wait (``resumed.py``), or start from a hit in the
-  engine's own prefix cache (``scheduler/requests.py``, ``recording.py``).
+- ``get_num_new_matched_tokens``: which requests wait (``resumed.py``), or start, and from what hit
+  in the engine's own prefix cache (``scheduler/requests.py``, ``recording.py``).
 - ``request_finished``: which requests end, a step before vLLM's report (``scheduler/metrics.py``).
   It also adds to their responses (``scheduler/request_report.py``).
 - ``register_kv_caches``, in workers: the layout of the KV caches (``identity/page_facts.py``).
@@ -125,10 +125,9 @@ def _telling_who_waits(real: Callable[..., Any]) -> Callable[..., Any]:
         on_request_matched = getattr(connector.manager, "on_request_matched", None)
         if on_request_matched is not None:
             on_request_matched(request, num_computed_tokens)
-        if num_computed_tokens:
-            requests = getattr(connector.manager, "requests", None)
-            if requests is not None:
-                requests.on_gpu_hit(request.request_id)
+        requests = getattr(connector.manager, "requests", None)
+        if requests is not None:
+            requests.on_matched(request.request_id, num_computed_tokens)
         if found[0] is None:
             on_request_waits = getattr(connector.manager, "on_request_waits", None)
             if on_request_waits is not None:
