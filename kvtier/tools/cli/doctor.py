@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.sizes import read_bytes
 from kvtier.tools.cli.check import mapping_in, read_config
-from kvtier.tools.cli.options import HYPHEN, File, Json
+from kvtier.tools.cli.options import HYPHEN, File, Json, refuse_unused
 from kvtier.tools.doctor.subject import DoctorArguments
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ def doctor(
         raise ConfigError(
             "Name one configuration, as a file or JSON, or running engines, as host:port, or both."
         )
+    if not configurations:
+        why = "without a configuration. Name it too, as a file or JSON."
+        refuse_unused(why, engine, block_bytes=block_bytes, probe=probe)
     found = examine(
         _read(configurations[0]) if configurations else None,
         [page_url(each) for each in urls],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from cyclopts import Parameter
+
+from kvtier.errors import Misuse
 
 if TYPE_CHECKING:
     File = str
@@ -29,6 +31,20 @@ def _check_is_no_option(_: object, name: object) -> None:
     """Raise ``ValueError`` for an option that is misspelt, or in the place of a file."""
     if str(name).startswith("-") and name != "-":
         raise ValueError(f"{name} is not an option of this command.")
+
+
+def refuse_unused(why: str, *groups: Any, **others: object) -> None:  # noqa: ANN401 - dataclasses
+    """Raise ``Misuse`` for options that were given, and that this run would not read.
+
+    ``groups``: of options; ``others``: single ones, which are off if false.
+    """
+    given = [
+        each.name for of in groups for each in fields(of) if getattr(of, each.name) != each.default
+    ]
+    given += [name for name, value in others.items() if value]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise Misuse(f"{names}: no effect {why}")
 
 
 HYPHEN: Final = Parameter(allow_leading_hyphen=True, validator=_check_is_no_option)

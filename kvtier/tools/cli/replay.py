@@ -9,6 +9,7 @@ from kvtier.tools.cli.options import (
     PolicyOptions,
     TierOptions,
     TraceOptions,
+    refuse_unused,
 )
 
 
@@ -33,10 +34,16 @@ def replay(
     trace
         the trace; gzip and zstd are recognised
     """
-    if alone.policies:
+    if alone.policies is not None:
+        refuse_unused(
+            "with --policies, which compares policies without the runtime. Leave out either.",
+            tiers,
+            engine,
+        )
         from kvtier.tools.cli.curves import run_curves  # noqa: PLC0415 - only what was asked for
 
         return run_curves(trace, reading, alone.policies, alone.capacities, json)
+    refuse_unused("without --policies. Give it too.", alone)
     from kvtier.tools.cli.replaying import run_replay  # noqa: PLC0415 - as above
 
     return run_replay(trace, reading, tiers, engine, json)

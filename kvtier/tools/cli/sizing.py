@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.sizes import read_bytes, shown_bytes
 from kvtier.settings.runtime_config import DEFAULT_POLICY
 from kvtier.tools.cli.exit_status import INTERRUPTED
+from kvtier.tools.cli.options import refuse_unused
 from kvtier.tools.cli.trace_input import describe, read_trace_in_sight
 from kvtier.tools.replay.curves import Workload, parse_capacities, parse_policies, replay
 from kvtier.tools.sizing.geometry import Geometry, make_geometry, read_geometry
@@ -69,6 +71,8 @@ def run_size(
     if json_file:
         check_can_write(json_file, workload.trace, model.model)
     if workload.trace is None:
+        lines = replace(reading, block_tokens=None)
+        refuse_unused("without --trace. Give it too.", lines, workload, price=tiers.price)
         report = _without_trace(reading.block_tokens or BLOCK_TOKENS, asked)
     else:
         report = _with_trace(workload.trace, workload, reading, asked)

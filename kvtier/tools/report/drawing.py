@@ -51,7 +51,10 @@ def page_of_file(path: str, *, skips: bool, on_progress: Callable[[int, int], No
             text = file.read_all_untrusted(REPORT_BYTES_MAX)
     except OSError as error:
         raise Misuse(f"{path}: cannot be read: {error.strerror or error}.") from error
-    return page_of_report(_figures_untrusted(text, path), Path(path).name)
+    figures = _figures_untrusted(text, path)
+    if skips:
+        raise Misuse(f"{path}: is no record, which --on-bad-line is for. Leave that out.")
+    return page_of_report(figures, Path(path).name)
 
 
 def page_of_report(figures: Mapping[str, Any], name: str) -> ReportPage:

@@ -338,6 +338,7 @@ def test_outputs_of_what_is_refused(
     (tmp_path / "file").write_text("no folder")
     trace_lines(tmp_path / "trace.jsonl", [1, 2, 3, 4], [5, 6])
     (tmp_path / "bad.jsonl").write_text((tmp_path / "trace.jsonl").read_text() + "nonsense\n")
+    (tmp_path / "report.json").write_text('{"report": "kvtier replay --policies"}')
     before = sorted(tmp_path.rglob("*"))
     transcript({"PLACE": str(tmp_path)}).play("refused")
     assert sorted(tmp_path.rglob("*")) == before
