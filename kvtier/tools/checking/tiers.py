@@ -27,6 +27,7 @@ from kvtier.tools.checking.announced import doubts_of_address
 from kvtier.tools.checking.findings import Findings
 from kvtier.tools.checking.places import doubts_of_place
 from kvtier.tools.terminal import progress
+from kvtier_backends.posix import NO_ROOM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -141,9 +142,11 @@ def _check_tier(
             f"refuse it. {whose}."
         )
     if not findings.found:
-        findings.tiers.append(f"{config.name} at {place[0]}" if place and place[0] else config.name)
+        at = place[0] if place and place[0] else ""
         if connect:
-            _connect(backend, config, context, findings)
+            _connect(backend, config, context, findings, is_folder=at.startswith("/"))
+        if len(findings.failed) == len(findings.found):  # an engine would start with it
+            findings.tiers.append(f"{config.name} at {at}" if at else config.name)
     findings.extend(doubts, where)
     return findings, place[0] if place else None
 
@@ -167,19 +170,30 @@ def _look(
 
 
 def _connect(
-    backend: type[Backend], config: TierConfig, context: BackendContext, findings: Findings
+    backend: type[Backend],
+    config: TierConfig,
+    context: BackendContext,
+    findings: Findings,
+    *,
+    is_folder: bool,
 ) -> None:
-    """Let the backend try its storage, and note the result."""
+    """Let the backend try its storage, and note the result.
+
+    An engine reaches servers after its start, but prepares folders before: a fault of one is
+    refused, except for a full disk, whose blocks can be loaded.
+    """
+    at_start = partial(_note_trouble, config, findings=findings) if is_folder else findings.fail
     call = partial(backend.check_connection, config.options, context)
     running = BoundedCall(call, f"kvtier-{config.name}-connect")
     where = f"secondary tier {config.name}"
     if not running.wait(LOOK_S_MAX):
-        findings.fail(f"{where}: no answer within {LOOK_S_MAX:g} s. See to its storage.")
+        at_start(f"{where}: no answer within {LOOK_S_MAX:g} s. See to its storage.")
         return
     try:
         done = running.result()
     except ConfigError as failed:
-        findings.fail(failed)
+        is_full = isinstance(failed.__cause__, OSError) and failed.__cause__.errno in NO_ROOM
+        (findings.fail if is_full else at_start)(str(failed))
     except Exception as error:  # noqa: BLE001 - a backend may raise anything
         findings.fail(f"{where}: {type(error).__name__}: {error}")
     else:

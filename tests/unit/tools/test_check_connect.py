@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvtier.errors import StorageUnusable
+from kvtier.plugin_api.backend import BackendContext, Namespace
+from kvtier.settings.plugins import make_backend
+from kvtier.settings.runtime_config import TierConfig
 from kvtier.tools.cli.main import main
 from tests.support import mooncake_server
+from tests.support.fuse_folder import fuse_folder
+from tests.support.needs import needs
 from tests.support.redis_servers import HOST, free_port, running
 from tests.support.s3_fault_server import Fault, fault_server
 from tests.support.s3_server import client_for, moto_server, options_for, set_credentials
@@ -28,16 +36,23 @@ def connect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     """Run the command over tiers that an engine would take, and return what it found."""
 
     def run(*tiers: dict[str, Any]) -> dict[str, Any]:
-        extra = {"spec_name": "KVTierOffloadingSpec", "spec_module_path": "kvtier.vllm"}
-        config = {**extra, "cpu_bytes_to_use": "1MiB", "secondary_tiers": tiers}
-        (tmp_path / "kv.json").write_text(json.dumps(config))
-        status = main(["check", str(tmp_path / "kv.json"), "--connect", "--json", "-"])
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        found = checked(tmp_path, capsys, *tiers)
         assert found["refused"] == []
-        assert status == int(bool(found["failed"]))
         return found
 
     return run
+
+
+def checked(
+    folder: Path, capsys: pytest.CaptureFixture[str], *tiers: dict[str, Any]
+) -> dict[str, Any]:
+    extra = {"spec_name": "KVTierOffloadingSpec", "spec_module_path": "kvtier.vllm"}
+    config = {**extra, "cpu_bytes_to_use": "1MiB", "secondary_tiers": tiers}
+    (folder / "kv.json").write_text(json.dumps(config))
+    status = main(["check", str(folder / "kv.json"), "--connect", "--json", "-"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert status == int(bool(found["failed"] or found["refused"]))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +183,31 @@ def test_a_folder_is_written_to_and_keeps_nothing(
         folder.mkdir()
     assert all("was written" in text for text in connect(*tiers)["noted"])
     assert not [path for folder in folders for path in folder.iterdir()]
+
+
+@needs("fuse")
+@pytest.mark.parametrize("on_unusable", ["refuse", "skip"])
+@pytest.mark.parametrize("kind", ["fs", "disk"])
+@pytest.mark.parametrize("fault", [errno.EROFS, errno.EIO, errno.ENOSPC])
+def test_a_folder_that_fails_is_refused_if_an_engine_would(
+    kind: str, fault: int, on_unusable: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its mount doesn't show the fault, nor does ext4's after an error of its own."""
+    key = {"fs": "root_dir", "disk": "path"}[kind]
+    with fuse_folder(tmp_path) as folder:
+        tier: dict[str, Any] = {"type": kind, key: str(folder.path), "on_unusable": on_unusable}
+        tier |= {"capacity_bytes": "16MiB"} if kind == "disk" else {}
+        config = TierConfig.from_mapping(1, tier)
+        context = BackendContext(4096, Namespace(facts={}), config.name)
+        folder.fail("create", "mkdir", "write", error=fault)
+        found = checked(tmp_path, capsys, tier)
+        with pytest.raises(StorageUnusable):  # when full, only if nothing is there yet
+            make_backend(config, context)
+    (named,) = found["refused"] + found["failed"] + found["warned"]
+    where = "refused" if on_unusable == "refuse" else "warned"
+    assert found["failed" if fault == errno.ENOSPC else where] == [named]
+    assert os.strerror(fault) in named
+    assert bool(found["tiers"]) is (fault == errno.ENOSPC)
 
 
 def test_a_type_without_a_trial_is_said_to_be_untried(
