@@ -22,6 +22,12 @@ NO_FOLDER: Final = (
     "is not there, and with read_only no folder is made. Mount or create it, or name another."
 )
 NOT_A_FOLDER: Final = "is not a folder, or lies below something that is not. Name a folder."
+_REMEDIES: Final = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Give this user the rights to it"),
+    **dict.fromkeys(NO_ROOM, "Free space"),
+    errno.EROFS: "Mount it for writing; one that turned read-only had errors: see the kernel's log",
+}
+"""Remedies for folders that cannot be used, by error."""
 _KINDS: Final = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -156,10 +162,7 @@ def fault_of_folder(
     except NotADirectoryError:
         return "lies below something that is not a folder. Name a folder."
     except OSError as problem:
-        return (
-            f"cannot be used ({problem.strerror}). Give this user the right to write there, or "
-            "name another folder."
-        )
+        return unusable(problem)
     if not stat.S_ISDIR(found.st_mode):
         what = "is not a folder" if above == path else "lies below something that is not a folder"
         return f"{what}. Name a folder."
@@ -176,13 +179,24 @@ def _fault_of_access(path: str, above: str, *, read_only: bool) -> str | None:
     if os.access(above, _rights(read_only=read_only), effective_ids=True):
         return None
     if read_only:
-        return "cannot be read. Give this user the right to, or name another folder."
-    is_mounted_so = os.statvfs(above).f_flag & os.ST_RDONLY
-    why = "its filesystem is read-only" if is_mounted_so else "this user may not write there"
-    return (
-        f"cannot be {'written' if above == path else f'created in {above}'} ({why}). Give this "
-        "user the right to, or name another folder."
-    )
+        return unusable(
+            PermissionError(errno.EACCES, "this user may not read it"), "cannot be read"
+        )
+    number, why = errno.EACCES, "this user may not write there"
+    if os.statvfs(above).f_flag & os.ST_RDONLY:
+        number, why = errno.EROFS, "its filesystem is read-only"
+    cannot = "cannot be written" if above == path else f"cannot be created in {above}"
+    return unusable(OSError(number, why), cannot)
+
+
+def unusable(problem: OSError, cannot: str = "cannot be used", where: str = "") -> str:
+    """Return the fault of a folder that ``problem`` keeps from use, and its remedy.
+
+    ``cannot``: the words before the reason; ``where``: the path within the folder.
+    """
+    at = f": {where}" if where else ""
+    remedy = _REMEDIES.get(problem.errno or 0, "See to its storage, and to the kernel's log")
+    return f"{cannot} ({problem.strerror}{at}). {remedy}, or name another folder."
 
 
 def _rights(*, read_only: bool) -> int:

@@ -67,7 +67,14 @@ from kvtier_backends.disk.offline.inspection import refuse_folder
 from kvtier_backends.disk.offline.purge_requests import answer_requests
 from kvtier_backends.disk.opened_files import NotAFile
 from kvtier_backends.incidents import ROOM, IncidentLog, TierCounters
-from kvtier_backends.posix import NO_ROOM, PAGE_BYTES, filesystem_of, not_working, try_folder
+from kvtier_backends.posix import (
+    NO_ROOM,
+    PAGE_BYTES,
+    filesystem_of,
+    not_working,
+    try_folder,
+    unusable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -176,10 +183,7 @@ class DiskBackend(Backend):
             raise refuse(not_ours(problem)) from None
         except OSError as problem:
             claim.release()
-            raise refuse(
-                f"cannot be read ({problem.strerror}). Give this user the right to, or name "
-                "another folder."
-            ) from problem
+            raise refuse(unusable(problem, "cannot be read")) from problem
         except ConfigError:
             claim.release()
             raise

@@ -22,6 +22,7 @@ from kvtier_backends.posix import (
     fault_of_rights,
     is_elsewhere,
     make_folders,
+    unusable,
     world_writable,
 )
 from kvtier_backends.shared.namespaces import (
@@ -85,9 +86,7 @@ def prepare_root(
     except OSError as problem:
         if read_only and isinstance(problem, FileNotFoundError):
             raise refusal.error(NO_FOLDER) from problem
-        raise refusal.error(
-            f"cannot be created ({problem.strerror}). Create it for this user, or name another."
-        ) from problem
+        raise refusal.error(unusable(problem, "cannot be created")) from problem
     if place.is_open_to_all(place.root):
         raise refusal.error(world_writable(root))
     return place
@@ -112,10 +111,8 @@ def prepare_namespace(place: OpenRoot, layout: Layout, refusal: FolderRefusal) -
     except NotADirectoryError as problem:
         raise refusal.error(f"holds {problem.filename}, which is not a folder. Move it.") from None
     except OSError as problem:
-        raise refusal.error(
-            f"cannot be written ({problem.strerror}: {problem.filename}). "
-            "Give this user the right to write there, free space, or name another folder."
-        ) from problem
+        fault = unusable(problem, "cannot be written", str(problem.filename))
+        raise refusal.error(fault) from problem
     compare_config(place, layout, refusal)
 
 
@@ -169,10 +166,7 @@ def probe_direct(place: OpenRoot, refusal: FolderRefusal, *, wanted: bool) -> bo
             else:
                 return bool(extra)
     except OSError as problem:
-        raise refusal.error(
-            f"cannot be written ({problem.strerror}). Give this user the right to write there, "
-            "or name another folder."
-        ) from problem
+        raise refusal.error(unusable(problem, "cannot be written")) from problem
     finally:
         with suppress(OSError):
             os.unlink(name, dir_fd=place.blocks)

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from tests.support.redis_servers import RedisServer
 
 SECRET = "hunter2-hunter2"
+REMEDIES = {
+    errno.EROFS: "Mount it for writing",
+    errno.EIO: "See to its storage",
+    errno.ENOSPC: "Free space",
+    errno.EACCES: "Give this user the rights",
+}
 RIGHTS = ("+get", "+set", "+exists", "+unlink")
 
 
@@ -188,7 +194,7 @@ def test_a_folder_is_written_to_and_keeps_nothing(
 @needs("fuse")
 @pytest.mark.parametrize("on_unusable", ["refuse", "skip"])
 @pytest.mark.parametrize("kind", ["fs", "disk"])
-@pytest.mark.parametrize("fault", [errno.EROFS, errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("fault", REMEDIES)
 def test_a_folder_that_fails_is_refused_if_an_engine_would(
     kind: str, fault: int, on_unusable: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,8 +207,9 @@ def test_a_folder_that_fails_is_refused_if_an_engine_would(
         context = BackendContext(4096, Namespace(facts={}), config.name)
         folder.fail("create", "mkdir", "write", error=fault)
         found = checked(tmp_path, capsys, tier)
-        with pytest.raises(StorageUnusable):  # when full, only if nothing is there yet
+        with pytest.raises(StorageUnusable) as refusal:  # when full, only if nothing is there yet
             make_backend(config, context)
+    assert REMEDIES[fault] in str(refusal.value)
     (named,) = found["refused"] + found["failed"] + found["warned"]
     where = "refused" if on_unusable == "refuse" else "warned"
     assert found["failed" if fault == errno.ENOSPC else where] == [named]

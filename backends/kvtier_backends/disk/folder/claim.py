@@ -42,6 +42,7 @@ from kvtier_backends.posix import (
     is_elsewhere,
     make_folders,
     padded_bytes,
+    unusable,
     world_writable,
 )
 
@@ -164,11 +165,8 @@ class Claim:
         except (FileExistsError, NotADirectoryError):
             raise refuse(NOT_A_FOLDER) from None
         except OSError as problem:
-            where = "" if problem.filename in (None, path) else f": {problem.filename}"
-            raise refuse(
-                f"cannot be used ({problem.strerror}{where}). Give this user the right to write "
-                "there, free space, or name another folder."
-            ) from problem
+            where = "" if problem.filename in (None, path) else str(problem.filename)
+            raise refuse(unusable(problem, where=where)) from problem
 
     def __del__(self) -> None:
         self.release()

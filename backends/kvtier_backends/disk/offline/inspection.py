@@ -41,7 +41,7 @@ from kvtier_backends.disk.format import (
 )
 from kvtier_backends.disk.offline.region_files import RegionFiles
 from kvtier_backends.disk.opened_files import NotAFile, open_file
-from kvtier_backends.posix import fault_of_folder
+from kvtier_backends.posix import fault_of_folder, unusable
 
 if TYPE_CHECKING:
     from typing import Self
@@ -214,9 +214,7 @@ def refuse_folder(path: str, where: str, *, allow_world_writable: bool) -> None:
     except NotAFile as problem:
         raise refuse(not_ours(problem)) from None
     except OSError as problem:
-        raise refuse(
-            f"cannot be read ({problem.strerror}). Give this user the right to, or name another."
-        ) from problem
+        raise refuse(unusable(problem, "cannot be read")) from problem
     if user is not None:
         raise refuse(
             f"is in use by {user}: stop that first, or name another folder."

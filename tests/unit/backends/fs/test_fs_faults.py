@@ -84,7 +84,7 @@ def test_a_read_only_disk_is_refused_at_the_start(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small", "1m") as root:
         make_fs(root)
         mount("-o", "remount,ro", root)
-        with pytest.raises(ConfigError, match="Give this user the right to write"):
+        with pytest.raises(ConfigError, match="Mount it for writing"):
             make_fs(root)
 
 
