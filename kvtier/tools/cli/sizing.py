@@ -170,12 +170,17 @@ def _tiers_with_trace(
         _show_tiers("The tiers given", report["tiers"])
         first = (f"tier {given[0].name}, as given", given[0].blocks)
     if asked.prices:
-        recommended = _recommended(advise(points, asked.prices, facts), facts)
+        advice = advise(points, asked.prices, facts)
+        useful = [each for each in advice if each is advice[0] or each.own_hit_ratio]
+        recommended = _recommended(useful, facts)
         report["recommended"] = recommended
         report["extra_config"] = None
         if recommended:
             _show_tiers("Recommended at these prices", recommended)
             first = (f"tier {recommended[0]['name']}, as recommended", recommended[0]["blocks"])
+            for each in advice:
+                if each not in useful:
+                    print(f"Left out: {each.name}, no larger than a faster tier: it has no hits.")
             report["extra_config"] = _show_extra_config(recommended, facts.block_tokens)
     if not points[-1].hit_ratio:
         print("No block of this trace is used twice: a tier of any size would have no hit.")

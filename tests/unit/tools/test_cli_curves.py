@@ -53,6 +53,21 @@ def test_a_recommended_disk_has_room_for_its_blocks(trace: Path, kvtier: Shell) 
     assert disk["price"] == tier["capacity_bytes"] / GIB
 
 
+def test_a_tier_that_would_have_no_hits_is_left_out(trace: Path, kvtier: Shell) -> None:
+    """The memory has to hold one long request, so the disk behind it would be as small."""
+    long = {"time_s": 9, "tokens": 16 * 60, "blocks": [*range(5000, 5060)]}
+    with trace.open("a") as file:
+        file.write(f"{json.dumps(long)}\n")
+    report = trace.with_name("report.json")
+    shown = kvtier.shown(
+        "size", *MODEL, "--trace", trace, "--price", "dram=3,disk=1", "--json", report
+    )
+    assert "Left out: disk, no larger than a faster tier: it has no hits." in shown
+    data = json.loads(report.read_text())
+    assert [tier["name"] for tier in data["recommended"]] == ["dram"]
+    assert data["extra_config"]["secondary_tiers"] == []
+
+
 @pytest.mark.parametrize(
     ("command", "replays", "said"),
     [
