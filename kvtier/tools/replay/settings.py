@@ -48,6 +48,8 @@ def read_slots(text: str, *, block_bytes: int, distinct_blocks: int) -> int:
     """Return the slots in a size, or in a share of the trace's distinct blocks such as 2%."""
     share = _SHARE.fullmatch(text)
     if share is not None:
+        if not distinct_blocks:
+            raise ConfigError(f"--dram={text!r}: no request has a whole block. Use another trace.")
         slots = int(distinct_blocks * float(share[1]) / 100)
         what = f"of {distinct_blocks} distinct blocks"
     else:
