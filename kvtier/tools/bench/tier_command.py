@@ -95,8 +95,8 @@ def _measure(tier: TierConfig, block_bytes: int, options: TierBenchOptions) -> T
             return asyncio.run(measure(tier, block_bytes, options, shown.advance))
         except StoreFault as fault:
             raise Misuse(
-                f"--tier: {tier.name} failed while it was measured: {fault}. Look at its server, "
-                "and start again."
+                f"--tier: {tier.name} failed while it was measured: {str(fault).rstrip('.')}. "
+                "Look at its server, and start again."
             ) from fault
 
 

@@ -15,7 +15,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from cyclopts import App, CycloptsError, UnknownCommandError
+from cyclopts import App, CycloptsError, UnknownCommandError, UnknownOptionError
 
 from kvtier import __version__
 from kvtier.errors import Misuse
@@ -80,7 +80,7 @@ def _run(argv: Sequence[str] | None) -> int:
             status: int | None = app(given)
         sys.stdout.flush()
     except (CycloptsError, Misuse) as error:
-        print(f"{name}: {error}{_meant(error)}", file=sys.stderr)
+        print(f"{name}: {_text_of(error, given)}", file=sys.stderr)
         return BAD_INPUT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output not flushed yet
@@ -105,12 +105,19 @@ def _stdout_fails() -> bool:
     return False
 
 
-def _meant(error: Exception) -> str:
-    """Return the option that was meant in a command's place; cyclopts suggests only commands."""
-    if not isinstance(error, UnknownCommandError) or not error.unused_tokens:
-        return ""
-    (given, *_) = error.unused_tokens
-    return did_you_mean(given, OPTIONS) if given.startswith("-") else ""
+def _text_of(error: Exception, given: Sequence[str]) -> str:
+    """Return it with the option that was meant, or the reason why none may stand there.
+
+    In a command's place cyclopts suggests only commands, and behind ``--`` the option itself.
+    """
+    if isinstance(error, UnknownCommandError) and error.unused_tokens:
+        (word, *_) = error.unused_tokens
+        return f"{error}{did_you_mean(word, OPTIONS) if word.startswith('-') else ''}"
+    if isinstance(error, UnknownOptionError) and "--" in given:
+        word = error.token.keyword or error.token.value
+        if word in given[given.index("--") :]:
+            return f"Unknown option: {word}. No option may stand after --."
+    return str(error)
 
 
 def make_app() -> App:

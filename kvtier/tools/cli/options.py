@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 from cyclopts import Parameter
 
@@ -12,8 +13,6 @@ from kvtier.errors import Misuse
 if TYPE_CHECKING:
     File = str
 else:
-    from pathlib import Path
-
     File = str | Path
     """Always a string; the type includes a path so that shells complete file names."""
 
@@ -23,14 +22,23 @@ def _shown_default(value: object) -> str | None:
     return None if value is None or value is False else str(value)
 
 
-DEFAULTS: Final = Parameter(negative=(), show_default=_shown_default, allow_repeating=True)
+def _check_file(kind: object, name: object) -> None:
+    """Raise ``ValueError`` for a file without a name: an empty variable of the shell."""
+    if name == "" and Path in get_args(kind):
+        raise ValueError("It is empty: name a file.")
+
+
+DEFAULTS: Final = Parameter(
+    negative=(), show_default=_shown_default, allow_repeating=True, validator=_check_file
+)
 """For every option: a flag has no opposite, since all are off by default; the last value counts."""
 
 
-def _check_is_no_option(_: object, name: object) -> None:
+def _check_is_no_option(kind: object, name: object) -> None:
     """Raise ``ValueError`` for an option that is misspelt, or in the place of a file."""
+    _check_file(kind, name)
     if str(name).startswith("-") and name != "-":
-        raise ValueError(f"{name} is not an option of this command.")
+        raise ValueError(f"{name} is no option here. A file of that name is ./{name}.")
 
 
 def refuse_unused(why: str, *groups: Any, **others: object) -> None:  # noqa: ANN401 - dataclasses
@@ -103,7 +111,7 @@ class TraceOptions:
 class TierOptions:
     """The tiers that a trace is played on."""
 
-    config: Annotated[File | None, Parameter(metavar="FILE")] = None
+    config: Annotated[File | None, HYPHEN, Parameter(metavar="FILE")] = None
     """kv_connector_extra_config as JSON, as vLLM gets it; surrounding keys are ignored"""
 
     dram: Annotated[str | None, Parameter(metavar="SIZE")] = None
@@ -162,8 +170,8 @@ class PolicyOptions:
 class ModelOptions:
     """The model whose KV cache is sized."""
 
-    model: Annotated[File | None, Parameter(metavar="PATH")] = None
-    """the model's config.json, or the folder with it"""
+    model: Annotated[File | None, HYPHEN, Parameter(metavar="PATH")] = None
+    """the model's config.json, the folder with it, or a model in the hub's cache"""
 
     layers: Count = None
     """without --model: the number of layers with attention"""
@@ -198,8 +206,8 @@ class TiersOptions:
 class WorkloadOptions:
     """The requests for the tiers."""
 
-    trace: Annotated[File | None, Parameter(metavar="FILE")] = None
-    """a trace of requests; gzip and zstd are recognised"""
+    trace: Annotated[File | None, HYPHEN, Parameter(metavar="FILE")] = None
+    """a trace of requests; - reads stdin; gzip and zstd are recognised"""
 
     policy: Annotated[str | None, Parameter(metavar="NAME")] = None
     """eviction policy; by default the runtime's"""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from kvtier.tools.cli.options import (
+    HYPHEN,
     EngineOptions,
     File,
     JsonFile,
@@ -14,7 +17,7 @@ from kvtier.tools.cli.options import (
 
 
 def replay(
-    trace: File,
+    trace: Annotated[File, HYPHEN],
     /,
     *,
     reading: TraceOptions = TraceOptions(),
@@ -32,7 +35,7 @@ def replay(
     Parameters
     ----------
     trace
-        the trace; gzip and zstd are recognised
+        the trace; - reads stdin; gzip and zstd are recognised
     """
     if alone.policies is not None:
         refuse_unused(

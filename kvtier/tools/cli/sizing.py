@@ -16,6 +16,7 @@ from kvtier.tools.cli.options import refuse_unused
 from kvtier.tools.cli.trace_input import describe, read_trace_in_sight
 from kvtier.tools.replay.curves import Workload, parse_capacities, parse_policies, replay
 from kvtier.tools.sizing.geometry import Geometry, make_geometry, read_geometry
+from kvtier.tools.sizing.model_config import config_of
 from kvtier.tools.sizing.recommend import (
     GIB,
     SizePoint,
@@ -199,7 +200,13 @@ def _geometry(model: ModelOptions) -> Geometry:
     if model.model is not None:
         if given:
             raise ConfigError(f"--model and {given[0]} exclude each other. Give one of them.")
-        return read_geometry(model.model, dtype=model.dtype)
+        config = config_of(model.model)
+        if config is None:
+            raise ConfigError(
+                f"--model {model.model}: is not on this host. Name a folder with the model's "
+                "config.json, that file, or a model in the hub's cache."
+            )
+        return read_geometry(config, dtype=model.dtype)
     if layers is None or kv_heads is None or head_dim is None:
         raise ConfigError(f"Give --model, or all of {', '.join(flags)}.")
     return make_geometry(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=model.dtype)

@@ -41,8 +41,9 @@ def opened(
     try:
         yield storage
     except StoreFault as problem:
+        reason = str(problem).rstrip(".")
         raise ConfigError(
-            f"{storage.place} can't be looked at: {problem}. Check the server, or give an entry "
+            f"{storage.place} can't be looked at: {reason}. Check the server, or give an entry "
             "of secondary_tiers with the credentials that it needs."
         ) from problem
     except OSError as problem:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvtier.tools.cli.options import TraceOptions
     from kvtier.tools.replay.traces import Trace
 
+STDIN: Final = "/dev/stdin"
 BAD_LINES_SHOWN_MAX: Final = 5
 
 
@@ -23,7 +24,7 @@ def read_trace_in_sight(path: str | Path, reading: TraceOptions) -> Trace:
     """Read the trace with a progress bar; report skipped and sorted lines on stderr."""
     with reading_in_sight("reading the trace") as on_progress:
         trace = read_trace(
-            path,
+            STDIN if path == "-" else path,
             format=reading.format,
             block_tokens=reading.block_tokens,
             on_bad_line=reading.on_bad_line,

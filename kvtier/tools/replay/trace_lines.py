@@ -328,7 +328,8 @@ class TraceLines:
     def _note(self, number: int, what: str) -> None:
         if not self._skips:
             raise TraceError(
-                f"{self.path}: line {number}: {what}. Mend it, or skip bad lines (on_bad_line)."
+                f"{self.path}: line {number}: {what}. Mend it, or skip bad lines: "
+                "--on-bad-line skip."
             )
         self.bad_line_count += 1
         if len(self.bad_lines) < BAD_LINES_KEPT_MAX:
@@ -388,7 +389,7 @@ def _check_ids(row: RequestRow, kind: _Format, block_tokens: int) -> None:
         return
     fitting = (2**bits for bits in range(BLOCK_TOKENS_MAX.bit_length()))
     other = next((size for size in fitting if len(ids) == -(-tokens // size)), None)
-    hint = f"; blocks of {other} tokens would fit: set the block size" if other else ""
+    hint = f"; blocks of {other} tokens would fit: set --block-tokens" if other else ""
     raise _BadLine(
         f"{kind.ids_field} has {len(ids):,} ids, but {tokens:,} tokens make "
         f"{full + (rest > 0):,} blocks of {block_tokens}{hint}"

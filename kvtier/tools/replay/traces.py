@@ -196,7 +196,7 @@ class _Reader:
         if cut_short or self._references > REFERENCES_MAX:
             raise TraceError(
                 f"{self._lines.path}: holds more than {REQUESTS_MAX:,} requests or "
-                f"{REFERENCES_MAX:,} block references. Set a limit on the number of requests."
+                f"{REFERENCES_MAX:,} block references. Set --limit, the most to read."
             )
 
     def _request(self, row: RequestRow) -> TraceRequest:

@@ -140,6 +140,19 @@ def test_a_name_that_stdout_cannot_encode_is_shown_with_escapes(
     assert rb"Hit ratio of \udcff" in run.stdout
 
 
+def test_a_trace_may_come_from_stdin(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "kvtier", "replay", "-", "--policies", "lru"],
+        input=b'{"time_s": 1, "tokens": 16, "output_tokens": 1, "blocks": [1]}\n',
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        cwd=tmp_path,
+        check=False,
+    )
+    assert (run.returncode, run.stderr) == (0, b"")
+    assert b"Hit ratio of stdin" in run.stdout
+
+
 def test_a_closed_stdout_gets_nothing(tmp_path: Path) -> None:
     assert sized_into(None, tmp_path) == (0, "")
 
@@ -193,7 +206,7 @@ def test_a_misspelt_command_option_or_value_is_answered_with_what_was_meant(
 def test_an_option_is_never_taken_for_a_file(given: str, kvtier: Shell) -> None:
     """Where a file may be -, for stdin or stdout, what begins with it came through."""
     option = given.rsplit(maxsplit=1)[-1]
-    assert f"{option} is not an option of this command" in kvtier.refused(*given.split())
+    assert f"{option} is no option here" in kvtier.refused(*given.split())
 
 
 CONFIG = '{"spec_name": "KVTierOffloadingSpec", "secondary_tiers": [{"type": "disk"}]}'

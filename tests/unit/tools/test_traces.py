@@ -252,7 +252,7 @@ def test_too_many_requests_or_references_are_refused(
 ) -> None:
     monkeypatch.setattr(traces, bound, value)
     raw = lines(*(mooncake(0, [1, 2]) for _ in range(4)))
-    with pytest.raises(TraceError, match="Set a limit"):
+    with pytest.raises(TraceError, match="Set --limit"):
         read(tmp_path, raw)
     assert len(read(tmp_path, raw, limit=3).requests) == 3
 
