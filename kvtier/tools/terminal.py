@@ -20,7 +20,7 @@ from kvtier.plugin_api.atomic_file import is_special, write_named
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
     from rich.table import Table
@@ -51,13 +51,27 @@ def made_table(
 ) -> Table:
     """Return a table for rich. The first column is text; the others are right-aligned.
 
-    ``is_dense``: one space between columns, instead of two, for tables with many.
+    ``is_dense``: one space between columns, instead of two, for tables with many; on a narrow
+    terminal the last ones are left out, where figures would be cut.
     """
     from rich import box  # noqa: PLC0415 - as in _console
     from rich.table import Table  # noqa: PLC0415 - as in _console
     from rich.text import Text  # noqa: PLC0415 - as in _console
 
-    shown = Table(
+    class Fitting(Table):
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            left_out: list[str] = []
+            wide = options.update(max_width=PLAIN_WIDTH_COLUMNS)
+            while (
+                self.__rich_measure__(console, wide).maximum > options.max_width
+                and len(self.columns) > 1
+            ):
+                left_out.insert(0, str(self.columns.pop().header))
+            yield from super().__rich_console__(console, options)
+            if left_out:
+                yield Text(f"Too narrow for: {', '.join(left_out)}")
+
+    shown = (Fitting if is_dense else Table)(
         title=Text(title) if title else None,
         title_justify="left",
         box=box.SIMPLE_HEAD,

@@ -300,6 +300,28 @@ def test_the_table_fits_80_columns_whatever_is_in_it(
     assert len(nvme.rstrip()) <= 80
 
 
+@pytest.mark.parametrize(
+    ("columns", "left_out"), [(40, "out, p50, p99, a day"), (64, "a day"), (80, None)]
+)
+def test_a_narrow_terminal_has_fewer_columns_and_whole_figures(
+    kvtier: Shell,
+    page: EnginePage,
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    columns: int,
+    left_out: str | None,
+) -> None:
+    fill_columns(page)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", kvtier.shown("status", address, status=1))
+    (nvme,) = re.findall("^ nvme .*$", shown, re.MULTILINE)
+    assert re.search(r"nvme +bypassed +76% +19.8k 385 MB", nvme)
+    assert "…" not in shown
+    assert len(nvme.rstrip()) <= columns
+    assert (f"Too narrow for: {left_out}" in shown) is (left_out is not None)
+
+
 def test_top_draws_in_80_columns_and_ends_at_ctrl_c(page: EnginePage, address: str) -> None:
     fill_columns(page)
     process, terminal = pty.fork()
