@@ -11,7 +11,12 @@ import stat
 import tempfile
 import time
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtier.errors import ConfigError
 
 O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 PAGE_BYTES: Final = 4096  #: the smallest O_DIRECT transfer, and the unit of both on-disk formats
@@ -149,44 +154,43 @@ def fault_of_rights(folder: int, path: str, *, read_only: bool = False) -> str |
     )
 
 
-def fault_of_folder(
-    path: str, *, allow_world_writable: bool = False, read_only: bool = False
-) -> str | None:
-    """Return why ``path`` cannot be a tier's folder, with the remedy; None if it can.
+def check_folder(
+    path: str,
+    refuse: Callable[[str], ConfigError],
+    *,
+    allow_world_writable: bool = False,
+    read_only: bool = False,
+) -> None:
+    """Raise a refusal with the remedy if ``path`` cannot be a tier's folder.
 
-    Changes nothing. A missing folder will be created, so the nearest one above it is
-    checked; with ``read_only`` it is a fault.
+    One that may pass is raised from its ``OSError``, as at an engine's start. Changes nothing.
+    A missing folder will be created, so the nearest one above it is checked; with ``read_only``
+    it is a fault.
     """
     try:
         above, found = nearest(path)
     except NotADirectoryError:
-        return "lies below something that is not a folder. Name a folder."
+        raise refuse("lies below something that is not a folder. Name a folder.") from None
     except OSError as problem:
-        return unusable(problem)
+        raise refuse(unusable(problem)) from problem
     if not stat.S_ISDIR(found.st_mode):
         what = "is not a folder" if above == path else "lies below something that is not a folder"
-        return f"{what}. Name a folder."
+        raise refuse(f"{what}. Name a folder.")
     if above == path and found.st_mode & stat.S_IWOTH and not allow_world_writable:
-        return world_writable()
-    return _fault_of_access(path, above, read_only=read_only)
-
-
-def _fault_of_access(path: str, above: str, *, read_only: bool) -> str | None:
-    """Check the rights of this process. ``above``: the part of ``path`` that exists."""
+        raise refuse(world_writable())
     if read_only and above != path:
-        return NO_FOLDER
+        raise refuse(NO_FOLDER) from FileNotFoundError(errno.ENOENT, "it is not there", path)
     # Instead of creating a file, and with the ids that an engine would have: this process's.
     if os.access(above, _rights(read_only=read_only), effective_ids=True):
-        return None
+        return
+    fault, cannot = OSError(errno.EACCES, "this user may not write there"), "cannot be written"
     if read_only:
-        return unusable(
-            PermissionError(errno.EACCES, "this user may not read it"), "cannot be read"
-        )
-    number, why = errno.EACCES, "this user may not write there"
-    if os.statvfs(above).f_flag & os.ST_RDONLY:
-        number, why = errno.EROFS, "its filesystem is read-only"
-    cannot = "cannot be written" if above == path else f"cannot be created in {above}"
-    return unusable(OSError(number, why), cannot)
+        fault, cannot = OSError(errno.EACCES, "this user may not read it"), "cannot be read"
+    elif os.statvfs(above).f_flag & os.ST_RDONLY:
+        fault = OSError(errno.EROFS, "its filesystem is read-only")
+    raise refuse(
+        unusable(fault, cannot if above == path else f"cannot be created in {above}")
+    ) from fault
 
 
 def unusable(problem: OSError, cannot: str = "cannot be used", where: str = "") -> str:

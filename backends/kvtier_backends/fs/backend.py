@@ -46,7 +46,7 @@ from kvtier_backends.fs.forms import TRAILER_BYTES, make_form
 from kvtier_backends.fs.layout import make_layout
 from kvtier_backends.fs.older_blocks import report_older
 from kvtier_backends.incidents import IncidentLog, TierCounters
-from kvtier_backends.posix import fault_of_folder, not_working, padded_bytes, try_folder
+from kvtier_backends.posix import check_folder, not_working, padded_bytes, try_folder
 from kvtier_backends.shared.batches import BATCH_BYTES_MAX, batches_per_thread, blocks_within
 from kvtier_backends.shared.metrics import BLOCKS
 from kvtier_backends.shared.record_trailer import Form
@@ -228,13 +228,12 @@ class FsBackend(Backend):
         given, _ = _read(options, context)
         _check_capacity(given, options, context)
         root = given.root_dir
-        fault = fault_of_folder(
+        check_folder(
             root,
+            FolderRefusal(context.tier_name, options["root_dir"]).error,
             allow_world_writable=given.allow_world_writable,
             read_only=context.read_only,
         )
-        if fault is not None:
-            raise FolderRefusal(context.tier_name, options["root_dir"]).error(fault)
         return os.path.realpath(root)
 
     @classmethod

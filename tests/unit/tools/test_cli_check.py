@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from kvtier.errors import StorageUnusable
+from kvtier.plugin_api.backend import BackendContext, Namespace
+from kvtier.settings.plugins import make_backend
+from kvtier.settings.runtime_config import TierConfig
 from kvtier_backends.memory import MemoryBackend
+from tests.support.needs import needs
+from tests.unit.backends._media import mount, tmpfs
 from tests.unit.backends.disk._disk import open_disk
 
 if TYPE_CHECKING:
@@ -164,6 +170,31 @@ async def test_a_disk_folder_that_an_engine_uses_is_named_with_its_user(
         assert "An engine starts without this tier" in text
         assert told["tiers"] == []
     check(tier)
+
+
+@needs("mount")
+@pytest.mark.parametrize(
+    ("tier", "said"),
+    [
+        ({"type": "disk", "path": "", "capacity_bytes": "16MiB"}, "filesystem is read-only"),
+        ({"type": "fs", "root_dir": ""}, "filesystem is read-only"),
+        ({"type": "fs", "root_dir": "absent", "read_only": True}, "is not there"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_now_is_refused_if_an_engine_would(
+    tier: dict[str, Any], said: str, check: Check, tmp_path: Path
+) -> None:
+    with tmpfs(tmp_path / "kv", "1m") as folder:
+        mount("-o", "remount,ro", folder)
+        key = "path" if tier["type"] == "disk" else "root_dir"
+        tier = {**tier, key: str(folder / tier[key])}
+        assert said in check.refusal(tier)
+        (text,) = check({**tier, "on_unusable": "skip"})["warned"]
+        assert said in text
+        config = TierConfig.from_mapping(1, tier)
+        context = BackendContext(4096, Namespace(facts={}), config.name, read_only=config.read_only)
+        with pytest.raises(StorageUnusable):
+            make_backend(config, context)
 
 
 def test_a_file_that_nests_too_deeply_is_bad_input(tmp_path: Path, kvtier: Shell) -> None:

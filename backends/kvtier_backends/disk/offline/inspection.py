@@ -41,7 +41,7 @@ from kvtier_backends.disk.format import (
 )
 from kvtier_backends.disk.offline.region_files import RegionFiles
 from kvtier_backends.disk.opened_files import NotAFile, open_file
-from kvtier_backends.posix import fault_of_folder, unusable
+from kvtier_backends.posix import check_folder, unusable
 
 if TYPE_CHECKING:
     from typing import Self
@@ -207,8 +207,7 @@ def refuse_folder(path: str, where: str, *, allow_world_writable: bool) -> None:
     def refuse(fault: str) -> ConfigError:
         return ConfigError(f"{where} {fault}")
 
-    if fault := fault_of_folder(path, allow_world_writable=allow_world_writable):
-        raise refuse(fault)
+    check_folder(path, refuse, allow_world_writable=allow_world_writable)
     try:
         user = user_of(path)
     except NotAFile as problem:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FS_SOURCES = sorted(Path(open_root.__file__).parent.glob("*.py"))
-PATH_HELPERS = {"fault_of_folder", "filesystem_of", "make_folders", "nearest"}  # of ``posix``
+PATH_HELPERS = {"check_folder", "filesystem_of", "make_folders", "nearest"}  # of ``posix``
 PATH_CALLS = {"open", "stat", "lstat", "mkdir", "rename", "replace", "unlink", "scandir", "listdir"}
 MAY_NAME_PATHS = {
     "OpenRoot.__init__": "the root, where links may lead",
