@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     LookAtPlace: TypeAlias = Callable[[TierConfig, str], Iterable[Finding]]
 
 LOOK_S_MAX: Final = 15.0
+UNKNOWN: Final = Namespace(facts={})
 INTERRUPTED_S_MAX: Final = 0.5
 """Time after Ctrl-C for a trial to remove what it has stored."""
 
@@ -114,14 +115,13 @@ def _check_tier(
             findings,
         )
         return findings, None
-    namespace = Namespace(facts={})
-    context = BackendContext(block_bytes, namespace, config.name, read_only=config.read_only)
-    place: list[str | None] = []
+    context = BackendContext(block_bytes, UNKNOWN, config.name, read_only=config.read_only)
+    place: list[str] = []
     doubts: list[Finding] = [*doubts_of_address(config)]
 
     def look() -> None:
         place.extend(_look(backend, config, context, findings))
-        if place and place[0] and place[0].startswith("/"):
+        if "".join(place).startswith("/"):
             doubts.extend(look_at_place(config, place[0]))
 
     running = BoundedCall(look, f"kvtier-{config.name}-check")
@@ -141,25 +141,24 @@ def _check_tier(
             f"{where}: it can't be checked ({type(error).__name__}: {error}), and an engine may "
             f"refuse it. {whose}."
         )
-    if not findings.found:
-        at = place[0] if place and place[0] else ""
-        if connect:
-            _connect(backend, config, context, findings, is_folder=at.startswith("/"))
-        if len(findings.failed) == len(findings.found):  # an engine would start with it
-            findings.tiers.append(f"{config.name} at {at}" if at else config.name)
+    at = "".join(place)
+    if connect and not findings.found:
+        _connect(backend, config, context, findings, is_folder=at.startswith("/"))
+    if len(findings.failed) == len(findings.found):  # an engine would start with it
+        findings.tiers.append(f"{config.name} at {at}" if at else config.name)
     findings.extend(doubts, where)
-    return findings, place[0] if place else None
+    return findings, at or None
 
 
 def _look(
     backend: type[Backend], config: TierConfig, context: BackendContext, findings: Findings
-) -> list[str | None]:
+) -> list[str]:
     """Note the backend's refusals; return its place, in a list, if it could be determined."""
-    place: list[str | None] = []
+    place: list[str] = []
 
     def look_with(options: Mapping[str, Any]) -> None:
         try:
-            place.append(backend.check_options(options, context))
+            place.append(backend.check_options(options, context) or "")
         except ConfigError as refused:
             if not is_storage_trouble(refused.__cause__):
                 raise
