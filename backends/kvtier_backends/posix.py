@@ -30,6 +30,7 @@ NOT_A_FOLDER: Final = "is not a folder, or lies below something that is not. Nam
 _REMEDIES: Final = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "Give this user the rights to it"),
     **dict.fromkeys(NO_ROOM, "Free space"),
+    errno.ENOENT: "Create it for this user",
     errno.EROFS: "Mount it for writing; one that turned read-only had errors: see the kernel's log",
 }
 """Remedies for folders that cannot be used, by error."""
