@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from world import PATHS, Shape, TierShape, World
+from world import BLOCK_BYTES, PATHS, Shape, TierShape, World
 
 from kvtier.core import wire
 from kvtier.core.block_state import BlockState
@@ -56,3 +56,24 @@ def test_a_promotion_not_yet_sent_to_a_broken_link_is_called_off(
     world.facade.step_end()
     assert world.slots.free_count() == world.slots.count
     assert world.cell.faults == 1
+
+
+def test_nothing_waits_for_a_broken_link(world: World) -> None:
+    """An idle engine keeps stepping while work is pending: it would never idle again."""
+    facade, link = world.facade, world.links[0]
+    stored = PATHS[0][1]
+    world.committed[world.name(stored)].add(bytes(BLOCK_BYTES))
+    assert facade.prepare_store([stored], "r") is not None
+    facade.complete_store([stored], "r")
+    assert facade.lookup(KEY, "r") is None
+    facade.step_end()
+    assert link.in_flight() == (1, 0, 1)
+    link.serves_others = link.write_backlog.has_deferred = True
+    world.cell.break_down(link)
+    world.runtime.tiers[1].inbox.post(wire.TierFenced())  # so that only the first has work left
+    world.cell.settle()
+    facade.step_end()
+    assert (facade.get_finished(), facade.has_pending_work()) == (0, False)
+    assert (link.is_at_rest, link.write_backlog.has_deferred) == (True, False)
+    told = facade.statistics().tiers[0]
+    assert (told.breaker, told.cascade_slots, told.counts.cascades_dropped) == ("DISABLED", 0, 1)

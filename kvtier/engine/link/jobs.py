@@ -108,6 +108,11 @@ class Transfers(Flights[Job]):
         self.pacing.set_calls_max(calls_max)
         self._are_apart = are_apart
 
+    def stop(self) -> None:
+        """Forget all jobs: those of a link that broke."""
+        self.pop_all()
+        self.waiting = WaitingJobs(remembers=False)
+
     @property
     def has_work(self) -> bool:
         """Whether any job waits, is at the tier, or has ended and was not learnt from."""

@@ -97,6 +97,11 @@ class Probes:
         self._mark = mark
         self._waiting.pop_all()
 
+    def stop(self) -> None:
+        """Forget all probes: those of a link that broke."""
+        self._flights.pop_all()
+        self._waiting = WaitingProbes()
+
     # --- asking ---
 
     def ask(self, message: m.ProbeKeys) -> None:

@@ -128,6 +128,7 @@ class TierHealth:
 
         self._breakers = {work: new_breaker() for work in Work}
         self._peers = PeerHealth(new_breaker)
+        self.trusts, self.on_sent = self._peers.allows, self._peers.on_sent
         self._connection = connection
         self._counts = counts
         self._primary = primary
@@ -175,14 +176,6 @@ class TierHealth:
         """Return whether a piece of work may be sent now. It may become the trial."""
         may = self._connection.is_up and work not in self._bypassed
         return may and self._breakers[work].try_acquire()
-
-    def trusts(self, work: Work, peer: str) -> bool:
-        """Return whether one of the tier's peers may be sent work now."""
-        return self._peers.allows(work, peer)
-
-    def on_sent(self, work: Work, peer: str) -> None:
-        """Note that one of the tier's peers is sent work."""
-        self._peers.on_sent(work, peer)
 
     @property
     def pauses(self) -> bool:

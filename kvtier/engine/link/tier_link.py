@@ -39,7 +39,7 @@ from kvtier.engine.link.jobs import Transfers
 from kvtier.engine.link.presence_feed import PresenceFeed
 from kvtier.engine.link.probes import Probes
 from kvtier.engine.link.relays import AccessRelay, RequestRelay
-from kvtier.engine.link.tier_health import NAMES, ServerConnection, TierHealth, TierRecord
+from kvtier.engine.link.tier_health import NAMES, ServerConnection, TierHealth
 from kvtier.engine.link.write_backlog import WriteBacklog
 from kvtier.plugin_api.backend import Connection, Outcome
 
@@ -86,6 +86,8 @@ class TierLink(Actor):
         self._health = TierHealth(
             number, config, self._connection, self.counts, primary, log, relay.peer_of
         )
+        self.record = self._health.record
+        self.lost_blocks = self._health.lost_blocks
         self.time = time = self._health.time
         limits_s = tier_config.promote_timeout_s, tier_config.store_timeout_s
         self._loads = Transfers(Work.LOAD, config, time, limits_s[0], relay.peer_of)
@@ -145,6 +147,16 @@ class TierLink(Actor):
     def _hear(self, handle: Callable[[Any], None], message: Message) -> None:
         self._rests = False
         handle(message)
+
+    def stop(self) -> None:
+        """Ignore every message from now on, and wait for none: it broke, so its tier is lost."""
+        super().stop()
+        self._health.broke()
+        self.counts.cascades_dropped += self._stores.blocks
+        for work in (self._probes, self._loads, self._stores):
+            work.stop()
+        self.contents.cleared()
+        self._rests, self.serves_others, self.write_backlog.has_deferred = True, False, False
 
     def set_traits(self, traits: BackendTraits) -> None:
         """Apply the traits of the tier's backend."""
@@ -335,15 +347,10 @@ class TierLink(Actor):
         return self._rests
 
     def _has_work(self) -> bool:
-        looks = not self._was_idle or self._loads.has_work or self._stores.has_work
-        waits = (
-            looks
-            or self.write_backlog.has_deferred
-            or self._probes.is_under_way
-            or not self._is_told
-        )
-        waits = waits or self._relay.has_unsent or bool(self.contents.untold)
-        return waits or self._health.pauses
+        works = not self._was_idle or self._loads.has_work or self._stores.has_work
+        works = works or self._probes.is_under_way or self.write_backlog.has_deferred
+        works = works or self._relay.has_unsent or self.contents.untold > 0
+        return works or self._health.pauses or not self._is_told
 
     def pass_time(self, now: float) -> None:
         """Set the time, and post nothing: all that a Tick of an idle link does for a while."""
@@ -449,10 +456,6 @@ class TierLink(Actor):
 
     # --- helpers ---
 
-    def lost_blocks(self) -> dict[str, int]:
-        """Return how many blocks were lost since the tier last worked. Any thread."""
-        return self._health.lost_blocks()
-
     def _end_promotion(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
         self._health.on_loads_lost(outcomes.count(Outcome.FAILED))
         self.primary.post(m.PromotionEnded(self._number, job.keys, job.slots, outcomes, job.epoch))
@@ -475,10 +478,6 @@ class TierLink(Actor):
         others = len(self._probes) + self._probes.waiting + self.contents.untold
         jobs = (each.awaited + each.waiting.blocks for each in (self._loads, self._stores))
         return others + sum(jobs)
-
-    def record(self, *, stores: bool) -> TierRecord:
-        """Return how the tier's stores, or its loads, have gone so far."""
-        return self._health.record(stores=stores)
 
     def audit(self) -> LinkAudit:
         """Return the state in flight, frozen. For tests and diagnosis: it costs O(n)."""
