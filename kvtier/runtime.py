@@ -123,18 +123,12 @@ def open_staged_tier(
     runtime = open_runtime(
         config, staging, namespace, collect_events=collect_events, engine=engine, clock=clock
     )
-    name = config.tiers[0].name
     with ExitStack() as undo:
         undo.callback(runtime.close)
-        if runtime.has_request_scoped_tiers:
-            raise ConfigError(
-                f"secondary tier {name}: it is request-scoped, which vLLM's own tiering does not "
-                "support. Choose another type, or use kvtier's spec."
-            )
         facade = StagedFacade(
             runtime,
             config,
-            BlockCopier(name, slots, staging),
+            BlockCopier(config.tiers[0].name, slots, staging),
             waiting_stores_max=max(1, int(slots.slot_count * config.cascade_slots_fraction_max)),
             clock=clock,
         )

@@ -68,6 +68,12 @@ def make_backend(config: TierConfig, context: BackendContext) -> Backend:
             f"secondary tier {config.name}: its storage is not usable "
             f"({type(trouble).__name__}: {trouble}): fix it or configure another path."
         ) from trouble
+    if backend.traits.request_scoped and not config.may_be_request_scoped:
+        backend.discard()
+        raise ConfigError(
+            f"secondary tier {config.name}: it is request-scoped, which vLLM's own tiering does "
+            "not support. Choose another type, or use kvtier's spec."
+        )
     return backend
 
 

@@ -84,6 +84,7 @@ class TierConfig:
     the engine starts, and the tier keeps trying to connect"""
     on_unusable: OnUnusable = "refuse"
     """effect of storage that cannot be used at the start"""
+    may_be_request_scoped: bool = True  #: not behind vLLM's own tiering
 
     @property
     def request_level(self) -> bool:

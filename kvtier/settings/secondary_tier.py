@@ -89,8 +89,9 @@ def read_secondary_tier(
     )
     (read,) = config.tiers
     refuse_behind_vllm(read)
-    named = replace(read, name=tier.get("name") or f"{number}:{read.type}")
-    return replace(config, tiers=(named,), eviction_policy="lru")  # nothing stays in it
+    name = tier.get("name") or f"{number}:{read.type}"
+    ours = replace(read, name=name, may_be_request_scoped=False)
+    return replace(config, tiers=(ours,), eviction_policy="lru")  # nothing stays in it
 
 
 def refuse_behind_vllm(tier: TierConfig) -> None:

@@ -323,6 +323,7 @@ def test_every_function_of_vllms_that_kvtier_wraps_is_on_its_page() -> None:
 def test_every_field_of_a_configuration_is_an_option(kind: type) -> None:
     """All others are made from something else."""
     made_of = {"slot_count", "block_bytes", "tiers", "options", "admission_options"}
+    made_of |= {"may_be_request_scoped"}
     fields = {field.name for field in dataclasses.fields(kind)}
     assert fields - made_of == set(options_of(kind))
 

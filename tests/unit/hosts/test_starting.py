@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import errno
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,11 +34,14 @@ class Theirs(MemoryBackend):
     """A third party's: does what the test says while it is made."""
 
     while_made: Callable[[], None] = staticmethod(lambda: None)
+    traits_made: Mapping[str, Any] = {}
 
     @classmethod
     def from_options(cls, _options: Mapping[str, Any], context: BackendContext) -> Theirs:
         cls.while_made()
-        return cls(context, 8)
+        made = cls(context, 8)
+        made.traits = replace(made.traits, **cls.traits_made)
+        return made
 
 
 def host_of(
@@ -51,9 +55,11 @@ def host_of(
 
     monkeypatch.setattr(plugins, "_find", find)
     link = KeptMessages()
+    apart = {"may_be_request_scoped": options.pop("may_be_request_scoped", True)}
     tier = TierConfig.from_mapping(
         1, {"type": "theirs", "isolation": "thread", "eviction_policy": "lru", **options}
     )
+    tier = replace(tier, **apart)
     host = make_host(tier, CONTEXT, SlotMemory.anonymous(8, 8), link, messages_max=4)
     assert isinstance(host, TierThread)
     return host, link
@@ -103,6 +109,26 @@ def test_a_mistake_is_refused_whatever_the_tier_says_of_trouble(
     with pytest.raises((ConfigError, TypeError)) as refusal:
         host_of(monkeypatch, call, on_unusable="skip")
     assert not isinstance(refusal.value, StorageUnusable)
+
+
+def test_a_request_scoped_backend_is_refused_as_soon_as_it_is_known_where_it_is_of_no_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind vLLM's own tiering; it may be made only after the start, if its storage is down."""
+    monkeypatch.setattr(Theirs, "traits_made", {"capacity_blocks": None, "request_scoped": True})
+    host, _ = host_of(monkeypatch, lambda: None)
+    assert host.close(0.0)
+    refused = {"may_be_request_scoped": False}
+    with pytest.raises(ConfigError, match="it is request-scoped, which vLLM's own tiering does"):
+        host_of(monkeypatch, lambda: None, **refused)
+    storage = [raising(IO_ERROR)]
+    host, link = host_of(
+        monkeypatch, lambda: storage.pop()() if storage else None, on_unusable="skip", **refused
+    )
+    host.start()
+    while not any("request-scoped" in (host._life.reason or "") for _ in link.messages):
+        assert host._thread.is_alive()
+    assert host.close(PATIENCE_S)
 
 
 def test_a_backend_is_made_once_and_in_the_context_of_the_one_who_starts_the_engine(
