@@ -116,7 +116,7 @@ class Listener:
 
 def _keys_of(facade: Any, number: int) -> Iterable[bytes]:
     """Return what a tier has of the generation that the engine is in."""
-    cell, mark = facade._tiers[number]._cell, facade._links[number]._mark
+    cell, mark = facade._tiers[number]._cell, facade._links[number]._probes.mark
     if cell is None:
         return ()
     if facade.evicts(number):

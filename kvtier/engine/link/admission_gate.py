@@ -61,24 +61,13 @@ class AdmissionGate(Actor):
             return
         assert len(admitted) == len(message.keys), "a block would be read for ever"
         refused = [not each for each in admitted]
-        keys = tuple(compress(message.keys, refused))
+        every, places = message.keys, message.slots
+        keys, slots = tuple(compress(every, refused)), tuple(compress(places, refused))
         self.primary.post(m.NotAdmitted(tier=self.tier, keys=keys))
-        self.link.post(
-            m.CascadeRefused(
-                keys=keys,
-                slots=tuple(compress(message.slots, refused)),
-                epoch=message.epoch,
-            )
-        )
+        self.link.post(m.CascadeRefused(keys=keys, slots=slots, epoch=message.epoch))
         if any(admitted):
-            self.link.post(
-                m.Cascade(
-                    request=message.request,
-                    keys=tuple(compress(message.keys, admitted)),
-                    slots=tuple(compress(message.slots, admitted)),
-                    epoch=message.epoch,
-                )
-            )
+            keys, slots = tuple(compress(every, admitted)), tuple(compress(places, admitted))
+            self.link.post(m.Cascade(message.request, keys, slots, message.epoch))
 
     def _request_ended(self, message: wire.RequestEnded) -> None:
         ended, order = message.request, message.order
@@ -114,6 +103,4 @@ class AdmissionGate(Actor):
     def _note_broken(self, error: Exception) -> None:
         """Admit everything from now on: losing the policy must not lose blocks."""
         self._broke = True
-        self.log.post(
-            m.Notice(event="admission policy broke", tier=self._tier_name, detail=repr(error))
-        )
+        self.log.post(m.Notice("admission policy broke", self._tier_name, repr(error)))

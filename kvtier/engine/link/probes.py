@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvtier.core.actor import Mailbox
-    from kvtier.core.statistics import TierSpeed
     from kvtier.engine.link.flights import Numbers
     from kvtier.engine.link.presence_feed import PresenceFeed
     from kvtier.engine.link.tier_health import TierHealth
@@ -62,7 +61,8 @@ class Probes:
         self._waiting = WaitingProbes()
         limit_s = config.tiers[number].probe_timeout_s
         self._flights: Flights[Probe] = Flights(health.time, FIRST_KEYS, limit_s)
-        self._mark = b""  # of the generation
+        self.pacing = self._flights.pacing
+        self.mark = b""  #: of the generation
 
     def __len__(self) -> int:
         """Return how many probes at the tier are awaited."""
@@ -88,13 +88,9 @@ class Probes:
         """The numbers of the probes that are watched for lateness."""
         return self._flights.watched
 
-    def set_calls_max(self, calls_max: int) -> None:
-        """Set how many probes the tier's backend may do at once."""
-        self._flights.pacing.set_calls_max(calls_max)
-
     def begin_generation(self, mark: bytes) -> None:
         """Probe for another generation from now on; answers about earlier ones are ignored."""
-        self._mark = mark
+        self.mark = mark
         self._waiting.pop_all()
 
     def stop(self) -> None:
@@ -144,7 +140,7 @@ class Probes:
     def _send(self, probe: Probe, peer: str) -> None:
         probe.assign(peer)
         self._flights.begin(probe, self._numbers.next())
-        if not self._tier.post(probe.order(self._mark)):
+        if not self._tier.post(probe.order(self.mark)):
             self._flights.withdraw(probe)
             self._health.failed(Work.PROBE, "has a full mailbox")
             self._end(probe)
@@ -176,10 +172,6 @@ class Probes:
             self._contents.answered(probe, message.present)
         if probe.is_awaited:
             self.send_waiting()
-
-    def speed(self) -> TierSpeed | None:
-        """Return how fast the tier answers, if known."""
-        return self._flights.pacing.speed(None)
 
     def pass_time(self) -> None:
         """End probes as misses if the tier is late, or if a request has waited long enough."""

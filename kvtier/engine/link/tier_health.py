@@ -25,6 +25,7 @@ from kvtier.core import messages as m
 from kvtier.engine.link.circuit_breaker import Breaker, BreakerState, Work
 from kvtier.engine.link.flights import LinkTime
 from kvtier.plugin_api.backend import Connection
+from kvtier.plugin_api.deadlines import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,13 +45,19 @@ LOST: Final = {Work.PROBE: (), Work.LOAD: (NOT_LOADED,), Work.STORE: (NOT_STORED
 """Fields of the log line "tier is back", by kind of work."""
 
 
+STEADY_S: Final = 60.0
+LASTING_S: Final = 5.0
+"""Within ``STEADY_S`` of a return, a loss is logged only once it has lasted this long."""
+
+
 class ServerConnection:
     """The connection between one tier's backend and its server. Its notices go to ``log``."""
 
     def __init__(self, tier_name: str, log: Mailbox) -> None:
         self.state = Connection.UP
         self._has_reported = False
-        self._lost_at = 0.0
+        self._lost_at, self._back_at = 0.0, -NEVER
+        self._say_lost_at = NEVER  # NEVER: no loss is still to be logged
         self._tier_name = tier_name
         self._log = log
 
@@ -70,12 +77,27 @@ class ServerConnection:
             return False
         if state is Connection.GONE:
             self._lost_at = now
-            self._say("tier lost its server", "warning", {})
+            self._say_lost_at = now + (LASTING_S if now - self._back_at < STEADY_S else 0.0)
+            self.pass_time(now)
         if state is Connection.UP:
             is_first = was is Connection.CONNECTING  # no fault has ended
             end = {} if is_first else {"seconds": round(now - self._lost_at, 3), **lost}
-            self._say("tier has reached its server", "info", end)
+            if not self.has_untold_loss:
+                self._say("tier has reached its server", "info", end)
+            if not is_first:
+                self._back_at, self._say_lost_at = now, NEVER
         return True
+
+    @property
+    def has_untold_loss(self) -> bool:
+        """Whether the server is lost, and that is not logged yet."""
+        return self._say_lost_at != NEVER
+
+    def pass_time(self, now: float) -> None:
+        """Log a loss that has lasted long enough."""
+        if now >= self._say_lost_at:
+            self._say_lost_at = NEVER
+            self._say("tier lost its server", "warning", {})
 
     def set_connects(self, *, connects: bool) -> None:
         """Note whether the backend needs a server. It may have reported its state already."""
@@ -84,7 +106,7 @@ class ServerConnection:
 
     def restart(self) -> None:
         """Note that the backend is gone, and that another will follow."""
-        self.state = Connection.UP
+        self.state, self._say_lost_at = Connection.UP, NEVER
         self._has_reported = False
 
     def _say(self, event: str, level: m.NoticeLevel, numbers: Mapping[str, float]) -> None:
@@ -174,8 +196,7 @@ class TierHealth:
 
     def try_acquire(self, work: Work) -> bool:
         """Return whether a piece of work may be sent now. It may become the trial."""
-        may = self._connection.is_up and work not in self._bypassed
-        return may and self._breakers[work].try_acquire()
+        return self.takes(work) and self._breakers[work].try_acquire()
 
     @property
     def pauses(self) -> bool:

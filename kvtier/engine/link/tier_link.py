@@ -81,7 +81,7 @@ class TierLink(Actor):
         self.write_backlog = WriteBacklog(number, config, self.counts, relay, primary)
         self._number = number
         self._config = config
-        self._tier_config = tier_config = config.tiers[number]
+        tier_config = config.tiers[number]
         self._connection = ServerConnection(tier_config.name, log)
         self._health = TierHealth(
             number, config, self._connection, self.counts, primary, log, relay.peer_of
@@ -105,8 +105,7 @@ class TierLink(Actor):
             number, config, numbers, self._health, self.contents, tier=tier, primary=primary
         )
         self.probe_seconds = self._probes.seconds  #: from sending until the answer
-        self._mark = mark_of_name(config.weights_version)  # of the generation
-        self._probes.begin_generation(self._mark)
+        self._probes.begin_generation(mark_of_name(config.weights_version))
         self._is_told = False  # whether the tier was notified of the generation
         self._uses = AccessRelay(tier)
         self._was_idle = True  # at the last Tick
@@ -153,17 +152,17 @@ class TierLink(Actor):
         super().stop()
         self._health.broke()
         self.counts.cascades_dropped += self._stores.blocks
-        for work in (self._probes, self._loads, self._stores):
+        for work in (self._probes, self._loads, self._stores, self.write_backlog):
             work.stop()
         self.contents.cleared()
-        self._rests, self.serves_others, self.write_backlog.has_deferred = True, False, False
+        self._rests, self.serves_others = True, False
 
     def set_traits(self, traits: BackendTraits) -> None:
         """Apply the traits of the tier's backend."""
         self.tells_uses = traits.capacity_blocks is not None
         self.contents.set_traits(traits)
         self._connection.set_connects(connects=traits.connects)
-        self._probes.set_calls_max(traits.probe_batches_max or traits.load_batches_max)
+        self._probes.pacing.set_calls_max(traits.probe_batches_max or traits.load_batches_max)
         shared = self.contents.is_shared
         self._loads.set_calls(traits.load_batches_max, are_apart=not shared)
         self._stores.set_calls(traits.store_batches_max, are_apart=not shared)
@@ -178,15 +177,14 @@ class TierLink(Actor):
     # --- messages of the primary tier ---
 
     def _generation_began(self, message: wire.GenerationBegan) -> None:
-        self._mark = message.mark
         self.contents.begin_generation(message.epoch)
-        self._probes.begin_generation(self._mark)
+        self._probes.begin_generation(message.mark)
         self._refuse(self._stores.waiting.pop_before(message.epoch))
         self._tell_generation()
 
     def _tell_generation(self) -> None:
         """Notify the tier, which makes room. Jobs and probes repeat it: its mailbox may be full."""
-        self._is_told = self.tier.post(wire.GenerationBegan(self.contents.since, self._mark))
+        self._is_told = self.tier.post(wire.GenerationBegan(self.contents.since, self._probes.mark))
 
     def _promote(self, message: m.Promote) -> None:
         # A hit is counted here and not with the probe: most are known without one.
@@ -251,7 +249,7 @@ class TierLink(Actor):
     def _send(self, transfers: Transfers, job: Job) -> bool:
         """Send a job to the tier. False: its mailbox is full."""
         transfers.begin(job, self._numbers.next())
-        if not self.tier.post(job.order(self._mark, self.contents.since)):
+        if not self.tier.post(job.order(self._probes.mark, self.contents.since)):
             transfers.withdraw(job)
             self._health.failed(job.work, "has a full mailbox")
             return False
@@ -331,6 +329,7 @@ class TierLink(Actor):
         self._uses.tick(self.time.now)
         self.contents.pass_time(self.time.now)
         self._relay.go_on()
+        self._connection.pass_time(self.time.now)
         self._health.end_pauses()
         if looks:
             self._send_all()
@@ -350,7 +349,7 @@ class TierLink(Actor):
         works = not self._was_idle or self._loads.has_work or self._stores.has_work
         works = works or self._probes.is_under_way or self.write_backlog.has_deferred
         works = works or self._relay.has_unsent or self.contents.untold > 0
-        return works or self._health.pauses or not self._is_told
+        return works or self._connection.has_untold_loss or self._health.pauses or not self._is_told
 
     def pass_time(self, now: float) -> None:
         """Set the time, and post nothing: all that a Tick of an idle link does for a while."""
@@ -414,7 +413,7 @@ class TierLink(Actor):
 
     def _new_policy(self, message: wire.PolicyBroke | wire.PolicyReturned) -> None:
         self.counts.policies_replaced += isinstance(message, wire.PolicyBroke)
-        self.log.post(new_policy(self._tier_config.name, message))
+        self.log.post(new_policy(self._config.tiers[self._number].name, message))
 
     def _tier_broke(self, _message: wire.TierBroke) -> None:
         """Disable the tier. Its threads may still be running, so slots stay as they are."""
@@ -518,7 +517,7 @@ class TierLink(Actor):
         """Return a frozen snapshot."""
         probes, loads, stores = self.in_flight()
         return TierStatistics(
-            name=self._tier_config.name,
+            name=self._config.tiers[self._number].name,
             breaker=worst(self._health.states.values()).name,
             breakers={NAMES[work]: state.name for work, state in self._health.states.items()},
             connection=self._connection.state.name,
@@ -535,7 +534,7 @@ class TierLink(Actor):
         )
 
     def _speeds(self) -> dict[str, TierSpeed]:
-        speeds = {Work.PROBE: self._probes.speed()}
+        speeds = {Work.PROBE: self._probes.pacing.speed(None)}
         for transfers in (self._loads, self._stores):
             speeds[transfers.work] = transfers.pacing.speed(self._config.block_bytes)
         return {NAMES[work]: speed for work, speed in speeds.items() if speed is not None}

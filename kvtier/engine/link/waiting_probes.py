@@ -118,10 +118,7 @@ class WaitingProbes:
 
     def next(self) -> Question | None:
         """Return the next question to send; None: none, or all wait for an answer first."""
-        for questions in self._questions.values():
-            if not questions[0].is_at_tier:
-                return questions[0]
-        return None
+        return next((few[0] for few in self._questions.values() if not few[0].is_at_tier), None)
 
     def pop_part(self, question: Question, keys_max: int | None) -> Probe:
         """Return the next part of a question, or all its unsent keys; its request's turn ends."""

@@ -71,11 +71,9 @@ class WriteBacklog:
         elif blocks.keys:
             self._counts.stores_deferred += len(blocks.keys)
             self.has_deferred = True
-            self._primary.post(
-                m.CascadeDeferred(
-                    self._number, blocks.request, blocks.keys, blocks.slots, blocks.epoch
-                )
-            )
+            request, keys, slots = blocks.request, blocks.keys, blocks.slots
+            deferred = m.CascadeDeferred(self._number, request, keys, slots, blocks.epoch)
+            self._primary.post(deferred)
 
     def drop(self, blocks: Job | m.Cascade) -> None:
         """Release blocks permanently: the tier does not have them."""
@@ -113,6 +111,10 @@ class WriteBacklog:
 
     def _end(self, blocks: Job | m.Cascade | m.CascadeRefused) -> None:
         self._primary.post(m.CascadeEnded(self._number, blocks.keys, blocks.slots, blocks.epoch))
+
+    def stop(self) -> None:
+        """Forget the deferred blocks: the link broke."""
+        self.has_deferred = False
 
     def restart(self) -> None:
         """Note that a fresh cell serves the tier."""

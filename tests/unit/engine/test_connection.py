@@ -9,6 +9,7 @@ from kvtier.core.block_state import BlockState
 from kvtier.core.events import EventKind
 from kvtier.engine.link.circuit_breaker import BreakerState
 from kvtier.engine.link.presence_feed import FadingPresence
+from kvtier.engine.link.tier_health import LASTING_S, STEADY_S
 from kvtier.plugin_api.backend import BackendTraits, Connection, Outcome
 from tests.unit.engine._story import Story, cascade, keys_of, link_of, look_up, story_of_a_tier
 
@@ -166,6 +167,34 @@ def test_how_a_tier_stands_with_its_server_is_told_counted_and_shown() -> None:
         ("tier has reached its server", "info", {"seconds": 64, **nothing}),
     ]
     assert link_of(story).counts.connections_lost == 2
+
+
+def test_a_server_that_flaps_is_told_of_once_until_it_was_steady_or_is_lost_for_long() -> None:
+    """Two lines for each return would hide everything else in the log; each loss is counted."""
+    story = Story()
+    link, notices = link_of(story), story.runtime.cell.notices
+
+    def turn(*states_s: tuple[Connection, float]) -> list[tuple[str, float | None]]:
+        notices.clear()
+        for state, for_s in states_s:
+            report(story, state)
+            story.let_pass(for_s)
+        return [(each.event, each.numbers.get("seconds")) for each in notices]
+
+    lost, back = "tier lost its server", "tier has reached its server"
+    assert turn((GONE, 1), (UP, 1)) == [(lost, None), (back, 1)]
+    assert turn(*[(GONE, 1), (UP, 30)] * 9) == []
+    assert turn((GONE, LASTING_S - 1)) == []
+    assert not link.is_at_rest, "a Tick logs the loss"
+    story.let_pass(1)
+    story.let_pass(9)
+    assert link.is_at_rest
+    assert turn((UP, STEADY_S)) == [(back, LASTING_S + 9)]
+    assert turn((GONE, 0), (UP, 1)) == [(lost, None), (back, 0)]
+    assert turn((GONE, 0)) == []
+    story.restart()
+    assert (turn((UP, 9)), link.is_at_rest) == ([], True)
+    assert link.counts.connections_lost == 13
 
 
 def test_a_tier_that_has_its_server_again_says_what_was_lost_without_it() -> None:

@@ -71,7 +71,7 @@ def is_served(story: Story, request: str, peer: str) -> bool:
 
 
 def wait_for_loads(story: Story, seconds: float = 0.0) -> None:
-    story.let_pass(seconds or link_of(story)._tier_config.promote_timeout_s)
+    story.let_pass(seconds or link_of(story)._config.tiers[0].promote_timeout_s)
 
 
 def several_hang(story: Story, *, another: str | None = None) -> None:
@@ -105,7 +105,7 @@ def test_a_peer_that_ends_no_load_is_left_alone_and_the_others_are_not() -> None
 def test_a_load_that_has_just_begun_is_not_late_because_another_peer_hangs() -> None:
     story = story_of_peers()
     assert load(story, "hangs", DEAD)
-    limit_s = link_of(story)._tier_config.promote_timeout_s
+    limit_s = link_of(story)._config.tiers[0].promote_timeout_s
     wait_for_loads(story, limit_s * 0.9)
     assert load(story, "other", WELL)
     wait_for_loads(story, limit_s * 0.1)
@@ -118,7 +118,7 @@ def test_a_load_that_has_just_begun_is_not_late_because_another_peer_hangs() -> 
 def test_a_peer_that_answers_no_probe_is_left_alone_and_the_others_are_not() -> None:
     story = story_of_peers()
     assert ask(story, "hangs", DEAD)
-    story.let_pass(link_of(story)._tier_config.probe_timeout_s)
+    story.let_pass(link_of(story)._config.tiers[0].probe_timeout_s)
     assert set(breakers(story).values()) == {BreakerState.CLOSED}
     assert not ask(story, "same", DEAD)
     assert story.facade.lookup_state(key_of("same"), "same") is BlockState.ABSENT

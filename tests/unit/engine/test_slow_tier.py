@@ -78,7 +78,7 @@ class SlowTier:
 
 def test_a_queue_of_many_times_the_limit_is_worked_off_and_the_tier_stays_in_use() -> None:
     slow = SlowTier()
-    limit_s = link_of(slow.story)._tier_config.promote_timeout_s
+    limit_s = link_of(slow.story)._config.tiers[0].promote_timeout_s
     asked = slow.keys[:40]
     slow.ask("r", asked)
     assert len(asked) * BLOCK_S > limit_s
@@ -153,7 +153,7 @@ def test_one_call_that_hangs_beside_others_is_given_up_alone() -> None:
     settings = {"slots": 64, "job_blocks_max": 1, "on_reset": "keep"}
     story, keys = story_of_a_tier(24, backend_traits=two_calls, **settings)
     story.forget()
-    limit_s = link_of(story)._tier_config.promote_timeout_s
+    limit_s = link_of(story)._config.tiers[0].promote_timeout_s
     story.facade.on_request_started("r")
     story.facade.lookup_states(keys, "r")
     story.facade.step_end()

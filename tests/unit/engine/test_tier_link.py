@@ -84,7 +84,7 @@ def test_a_store_that_hangs_is_counted_at_its_deadline_and_ends_once() -> None:
     story = Story(slots=8)
     cascade(story, keys_of(2))
     batch = pending(story)
-    story.let_pass(link_of(story)._tier_config.store_timeout_s - 0.01)
+    story.let_pass(link_of(story)._config.tiers[0].store_timeout_s - 0.01)
     assert counts_of(story).jobs_timed_out == 0
     assert story.facade.has_pending_work()
     story.let_pass(0.01)
