@@ -240,8 +240,8 @@ class TierProcess(TierHost):
 
     def wait_until_ended(self, timeout_s: float) -> bool:
         """Wait at most so long for a process that was asked to end. False: it still runs."""
-        if self._watcher.ident is None:  # it was never started
-            self._watcher.start()
+        if self._watcher.ident is None:  # it was never started, or could not be
+            return self._child is None or self._child.kill()
         deadline_s = time.monotonic() + timeout_s
         while self._watcher.is_alive() and time.monotonic() < deadline_s:
             self._watcher.join(_CLOSE_POLL_S)
@@ -466,7 +466,12 @@ class _Child:
         """End the process. False: it is not gone yet; nothing can hasten that."""
         self.process.kill()
         self.channel.close()
-        return BoundedCall(self.process.wait, f"kvtier-{self._tier.name}-reap").wait(KILL_S)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(KILL_S)
+            return True
+        with suppress(OSError):  # no thread can be started
+            BoundedCall(self.process.wait, f"kvtier-{self._tier.name}-reap")
+        return False
 
 
 def _log(line: Logged) -> None:

@@ -9,7 +9,6 @@ continue. So one thread starts them all, and ends only with its process.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import queue
 import signal
@@ -20,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from kvtier.plugin_api.threads import daemon_thread
+from kvtier.plugin_api.threads import daemon_thread, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,11 +89,8 @@ def _orders_of_this_process() -> queue.SimpleQueue[_Order]:
     with _starting:
         if _orders is None:
             orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-            try:
-                daemon_thread(partial(_carry_out, orders), THREAD_NAME).start()
-            except RuntimeError as no_thread:  # the next call tries again
-                raise OSError(errno.EAGAIN, "no thread can be started") from no_thread
-            _orders = orders
+            start_thread(daemon_thread(partial(_carry_out, orders), THREAD_NAME))
+            _orders = orders  # if none can be started, the next call tries again
         return _orders
 
 

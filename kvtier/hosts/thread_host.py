@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -181,8 +182,9 @@ class TierThread(TierHost):
         """Give up a backend that was never opened."""
         backend, self._backend = self._backend, None
         if backend is not None:
-            discarding = BoundedCall(backend.discard, f"kvtier-{self.name}-discard")
-            discarding.wait(ABANDON_S)  # it touches no slot
+            with suppress(OSError):  # no thread can be started: the process's end releases it
+                discarding = BoundedCall(backend.discard, f"kvtier-{self.name}-discard")
+                discarding.wait(ABANDON_S)  # it touches no slot
 
     # --- the thread ---
 

@@ -32,9 +32,7 @@ _Answer = tuple["asyncio.Future[Any]", Any, "BaseException | None"]
 
 _write_with_gil: Final = ctypes.PyDLL(None).write
 _write_with_gil.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
-_ONE: Final = (1).to_bytes(
-    8, "little"
-)  # what an eventfd counts up by; every target is little-endian
+_ONE: Final = (1).to_bytes(8, "little")  # for an eventfd; every target is little-endian
 
 
 def daemon_thread(
@@ -63,6 +61,14 @@ def daemon_thread(
                 on_error(error)
 
     return threading.Thread(target=run, name=name, daemon=True)
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread. Raises ``OSError`` if the machine, or a limit, allows no more threads."""
+    try:
+        thread.start()
+    except RuntimeError as no_thread:
+        raise OSError(errno.EAGAIN, "no thread can be started") from no_thread
 
 
 class ThreadWaker:
@@ -144,12 +150,12 @@ class BoundedCall(Generic[T]):
     """
 
     def __init__(self, call: Callable[[], T], name: str) -> None:
-        """Begin the call. Raises ``RuntimeError`` if no thread can be started."""
+        """Begin the call. Raises ``OSError`` if no thread can be started."""
         self._ended = threading.Event()
         self._result: T
         self._error: BaseException | None = None
         context = contextvars.copy_context()
-        daemon_thread(partial(self._run, partial(context.run, call)), name).start()
+        start_thread(daemon_thread(partial(self._run, partial(context.run, call)), name))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the call is over, or the time. False: it still runs, perhaps for ever."""
@@ -209,11 +215,11 @@ class DaemonThreads:
     def _start_one(self) -> None:
         thread = daemon_thread(self._work, f"{self._name}-{len(self._threads)}")
         try:
-            thread.start()
-        except RuntimeError as no_thread:
+            start_thread(thread)
+        except OSError:
             if self._threads:
                 return  # the others do the work, and the next call tries again
-            raise OSError(errno.EAGAIN, "no thread can be started") from no_thread
+            raise
         self._threads.append(thread)
 
     def _work(self) -> None:

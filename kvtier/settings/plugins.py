@@ -88,13 +88,11 @@ def check_keys(tiers: Iterable[TierConfig], block_bytes: int) -> None:
         context = BackendContext(
             block_bytes, Namespace(facts={}), tier.name, read_only=tier.read_only
         )
-        call = BoundedCall(
-            partial(found.check_keys, tier.options, context), f"kvtier-{tier.name}-check"
-        )
-        if not call.wait(tier.start_timeout_s):
-            continue  # a file with keys lies on storage that hangs
+        check = partial(found.check_keys, tier.options, context)
         try:
-            call.result()
+            call = BoundedCall(check, f"kvtier-{tier.name}-check")
+            if call.wait(tier.start_timeout_s):  # else a file with keys lies on storage that hangs
+                call.result()
         except ConfigError as refusal:
             if not is_storage_trouble(refusal.__cause__):
                 raise

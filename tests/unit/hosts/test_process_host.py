@@ -420,6 +420,26 @@ def test_close_ends_what_was_begun(tmp_path: Path, benches: list[Bench]) -> None
     again.until_it_has(KEYS)
 
 
+def test_a_tier_that_was_not_started_ends_though_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Closing once raised that, and then waited for no other tier: they used the slots still."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    memory, link = SlotMemory.anonymous(SLOTS, BLOCK), KeptMessages()
+    for tier in (memory_tier(), memory_tier(isolation="thread")):
+        config = TierConfig.from_mapping(1, tier)
+        host = make_host(config, CONTEXT, memory, link, messages_max=4)
+        with monkeypatch.context() as refused:
+            refused.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError):
+                host.start()
+            assert host.close(PATIENCE_S)
+        assert not isinstance(host, TierProcess) or has_ended(host._child.process.pid)
+
+
 def test_signals_for_the_whole_group_are_the_engine_s_to_follow(benches: list[Bench]) -> None:
     """Ctrl-C reaches all processes of a terminal; the engine still wants to store what it has."""
     bench = Bench(memory_tier())

@@ -13,7 +13,7 @@ import weakref
 import pytest
 from structlog.testing import capture_logs
 
-from kvtier.plugin_api.threads import DaemonThreads, daemon_thread
+from kvtier.plugin_api.threads import BoundedCall, DaemonThreads, daemon_thread
 from tests.support.patience import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
@@ -134,6 +134,8 @@ async def test_a_thread_that_cannot_be_started_is_tried_again(
         for _ in range(3):
             with pytest.raises(OSError, match="no thread can be started"):
                 await threads.run(lambda: 7)
+        with pytest.raises(OSError, match="no thread can be started"):
+            BoundedCall(lambda: 7, "test")
         assert threads.busy() == 0
     assert await threads.run(lambda: 7) == 7
     with monkeypatch.context() as patched:

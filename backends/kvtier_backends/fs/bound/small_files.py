@@ -7,7 +7,6 @@ a call hangs, so an executor with daemon threads is passed instead.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import queue
 import threading
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 import aiofiles
 import aiofiles.os
 
-from kvtier.plugin_api.threads import daemon_thread
+from kvtier.plugin_api.threads import daemon_thread, start_thread
 from kvtier_backends.fs.bound.protocol import SMALL_FILE_BYTES_MAX, Folder
 from kvtier_backends.fs.open_root import FOLDER_FLAGS, names_in, refuse_special_file
 from kvtier_backends.fs.temporary import temporary_path, this_writer
@@ -65,11 +64,11 @@ class DaemonExecutor(Executor):
 
     def _start_one(self) -> None:
         try:
-            daemon_thread(self._work, f"{self._name}-{self._threads}").start()
-        except RuntimeError as no_thread:
+            start_thread(daemon_thread(self._work, f"{self._name}-{self._threads}"))
+        except OSError:
             if self._threads:
                 return  # the others do the work, and the next call tries again
-            raise OSError(errno.EAGAIN, "no thread can be started") from no_thread
+            raise
         self._threads += 1
 
     def _work(self) -> None:

@@ -87,8 +87,8 @@ def evict_to(folder: FsFolder, capacity: int, progress: ShowProgress) -> Shrunk:
 def announce(folder: FsFolder, names: Sequence[str]) -> None:
     """Publish removed block files to the engines that bound the folder. Raises nothing."""
     if names and os.path.isdir(f"{folder.path}/{SPACE}"):
-        call = BoundedCall(lambda: asyncio.run(_announce(folder, names)), "announce")
         with suppress(OSError):
+            call = BoundedCall(lambda: asyncio.run(_announce(folder, names)), "announce")
             if call.wait(_ANSWER_S_MAX):
                 call.result()
 

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvtier_backends.fs.bound.protocol import SPACE
 from kvtier_backends.fs.bound.small_files import DaemonExecutor
+from kvtier_backends.fs.offline.evicting import announce
+from kvtier_backends.fs.offline.inspection import FsFolder
 from tests.support.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 THREADS = 2
 
@@ -42,6 +46,20 @@ def test_a_thread_that_cannot_be_started_is_tried_again(
         refused.setattr(threading.Thread, "start", refuse)
         executor.submit(ran.append, 8).result(PATIENCE_S)  # the one that runs does it
     assert ran == [7, 8], "a call that was refused is not made later"
+
+
+def test_a_removal_that_no_thread_can_announce_is_left_unannounced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It once ended ``kvtier evict`` midway: the blocks after it were never removed."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    (tmp_path / SPACE).mkdir()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with FsFolder(str(tmp_path)) as folder:
+        announce(folder, ["x"])
 
 
 def test_it_has_no_more_threads_than_it_may(executor: DaemonExecutor) -> None:
