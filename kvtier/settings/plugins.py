@@ -68,13 +68,19 @@ def make_backend(config: TierConfig, context: BackendContext) -> Backend:
             f"secondary tier {config.name}: its storage is not usable "
             f"({type(trouble).__name__}: {trouble}): fix it or configure another path."
         ) from trouble
-    if backend.traits.request_scoped and not config.may_be_request_scoped:
+    if unfit := _unfit(config, backend.traits):
         backend.discard()
-        raise ConfigError(
-            f"secondary tier {config.name}: it is request-scoped, which vLLM's own tiering does "
-            "not support. Choose another type, or use kvtier's spec."
-        )
+        raise ConfigError(f"secondary tier {config.name}: {unfit}")
     return backend
+
+
+def _unfit(config: TierConfig, traits: BackendTraits) -> str:
+    """Return why a backend with these traits can't be used; empty: it can."""
+    if traits.request_scoped and not config.may_be_request_scoped:
+        return "it is request-scoped, which vLLM's own tiering does not support. Use kvtier's spec."
+    if traits.capacity_blocks is not None and traits.capacity_blocks < 1:
+        return f"it has room for capacity_blocks={traits.capacity_blocks}. Give it more room."
+    return ""
 
 
 def check_keys(tiers: Iterable[TierConfig], block_bytes: int) -> None:

@@ -37,6 +37,7 @@ class Evictions:
 
     def __init__(self, counts: SourceCounts, capacity: int) -> None:
         remembered = min(max(capacity // BLOCKS_A_KEY, REMEMBERED_MIN), REMEMBERED_MAX)
+        self.capacity = capacity
         self._counts = counts
         self._sample = EveryNth(-(-capacity // remembered))
         self._size = capacity // self._sample.every

@@ -81,10 +81,8 @@ class Account:
         """Note that a tier has delivered blocks."""
         self._unread.update(dict.fromkeys(keys, tier))
         for source, evictions in self._evictions.items():
-            if source == 1 + tier:
-                evictions.forget(keys)
-            else:
-                evictions.on_miss(keys)
+            note = evictions.forget if source == 1 + tier else evictions.on_miss
+            note(keys)
 
     def on_computed(self, keys: Sequence[Key]) -> None:
         """Note blocks that the GPU computed; called before others are evicted for them."""
@@ -97,8 +95,9 @@ class Account:
 
     def follow_evictions(self, tier: int, capacity_blocks: int) -> None:
         """Note that a tier evicts blocks by itself, to hold at most ``capacity_blocks``."""
-        source = 1 + tier
-        self._evictions.setdefault(source, Evictions(self.counts[source], capacity_blocks))
+        source, known = 1 + tier, self._evictions.get(1 + tier)
+        if known is None or known.capacity != capacity_blocks:  # a restart may change it
+            self._evictions[source] = Evictions(self.counts[source], capacity_blocks)
 
     # --- blocks that leave ---
 

@@ -166,6 +166,15 @@ def test_a_block_that_a_tier_took_in_the_end_and_evicted_is_not_missed_as_never_
     assert account.misses == [{}, {"not_admitted": 1, "evicted": 1}]
 
 
+def test_a_tier_that_restarts_with_another_capacity_is_estimated_by_that() -> None:
+    account = Account(PrimaryCounts(), 4, tier_count=1)
+    for capacity in (8, 8, 1):
+        account.follow_evictions(0, capacity)
+        account.on_tier_evicted(KEYS, 0, 1.0)
+        account.on_miss(KEYS[0], None, 2.0)
+    assert account.misses == [{"never_stored": 1}, {"evicted": 2}], "four times 1 are remembered"
+
+
 def test_a_larger_tier_would_still_have_what_left_last() -> None:
     """Twelve blocks pass four slots and a tier of eight; the first four are computed again."""
     story = Story(slots=4, backend_traits=BOUNDED)

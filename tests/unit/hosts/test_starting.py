@@ -111,6 +111,15 @@ def test_a_mistake_is_refused_whatever_the_tier_says_of_trouble(
     assert not isinstance(refusal.value, StorageUnusable)
 
 
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_a_capacity_of_no_block_is_refused(monkeypatch: pytest.MonkeyPatch, capacity: int) -> None:
+    """It divided by zero in the primary tier's actor, which ended all caching."""
+    monkeypatch.setattr(Theirs, "traits_made", {"capacity_blocks": capacity})
+    says = f"secondary tier 1:theirs: it has room for capacity_blocks={capacity}. Give it more"
+    with pytest.raises(ConfigError, match=says):
+        host_of(monkeypatch, lambda: None)
+
+
 def test_a_request_scoped_backend_is_refused_as_soon_as_it_is_known_where_it_is_of_no_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
