@@ -220,6 +220,8 @@ class Recovery:
         pass_on = asyncio.Semaphore(_BATCHES_AT_ONCE)
         await asyncio.gather(*(self._recover_batch(batch, pass_on) for batch in batches))
         dropped = await self._threads.run(partial(self._bulk.finish, blocks_max))
+        if not blocks_max:  # none are wanted, however much room there is
+            dropped = dropped._replace(over=0)
         self._counts.update({f"entries_{why}": n for why, n in dropped._asdict().items() if n})
         if len(self._bulk.index):
             self._counts["blocks_recovered"] = len(self._bulk.index)

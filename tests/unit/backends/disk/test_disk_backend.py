@@ -396,6 +396,7 @@ async def test_a_folder_that_comes_back_is_empty_until_the_next_start(tmp_path: 
         await disk.backend.tick()
         assert await disk.found(range(40)) == []
         assert await disk.store(100) == [Outcome.DONE]
+        assert disk.count("entries_over") == 0, "they are left out on purpose"
     async with open_disk(tmp_path / "kv") as disk:
         found = await disk.found([*range(40), 100])
         assert 100 in found
