@@ -62,12 +62,12 @@ def make_host(
         if tier.on_unusable == "refuse":
             raise with_the_way_out(trouble) from trouble
         host.start_without(str(trouble))
-    if host.traits is not None:
-        try:
-            _check_policy(tier, host)
-        except BaseException:
-            host.close(0.0)
-            raise
+    try:
+        if (make_policy := policy_maker(tier, host.traits)) is not None:
+            make_policy()  # an unknown one is refused before anything runs
+    except BaseException:
+        host.close(0.0)
+        raise
     return host
 
 
@@ -100,11 +100,3 @@ def runs_in_process(tier: TierConfig, memory: SlotMemory) -> bool:
             "key."
         )
     return wanted == "process" and memory.descriptor is not None
-
-
-def _check_policy(tier: TierConfig, host: TierHost) -> None:
-    """Refuse an unknown policy here, before anything runs."""
-    assert host.traits is not None
-    make_policy = policy_maker(tier, host.traits)
-    if make_policy is not None:
-        make_policy()

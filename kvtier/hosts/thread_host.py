@@ -94,12 +94,9 @@ class TierThread(TierHost):
         if not first.wait(self._tier.start_timeout_s):
             self._hanging = first
             raise hangs(self._tier)
-        self._backend, self._place = first.result()
-        try:
-            self._cell = self._new_cell(self._backend)
-        except BaseException:  # its policy can't be made
-            self._discard()
-            raise
+        backend, self._place = first.result()
+        self._cell = self._new_cell(backend)
+        self._backend = backend
 
     def start_without(self, reason: str) -> None:
         """Begin with no backend, which could not be made. Before ``start``."""
@@ -107,8 +104,12 @@ class TierThread(TierHost):
         self._unusable_for = reason
 
     def _new_cell(self, backend: Backend) -> TierCell:
-        policy = self._policy_of(backend.traits)
-        return TierCell(self.name, backend, self._memory, self._link, policy, fallback_policy())
+        try:
+            policy = self._policy_of(backend.traits)
+            return TierCell(self.name, backend, self._memory, self._link, policy, fallback_policy())
+        except BaseException:  # its policy can't be made
+            self._discard(backend)
+            raise
 
     @property
     def traits(self) -> BackendTraits | None:
@@ -165,7 +166,9 @@ class TierThread(TierHost):
     def wait_until_ended(self, timeout_s: float) -> bool:
         """Wait at most so long for a tier that was asked to end. False: something still runs."""
         if self._thread.ident is None:
-            self._discard()
+            backend, self._backend = self._backend, None
+            if backend is not None:
+                self._discard(backend)
             return True
         # Its thread may hang while making a backend, which touches no slot.
         if self._life.has_ended:
@@ -178,13 +181,11 @@ class TierThread(TierHost):
         self._abandoned = True
         self._waker.wake()
 
-    def _discard(self) -> None:
+    def _discard(self, backend: Backend) -> None:
         """Give up a backend that was never opened."""
-        backend, self._backend = self._backend, None
-        if backend is not None:
-            with suppress(OSError):  # no thread can be started: the process's end releases it
-                discarding = BoundedCall(backend.discard, f"kvtier-{self.name}-discard")
-                discarding.wait(ABANDON_S)  # it touches no slot
+        with suppress(OSError):  # no thread can be started: the process's end releases it
+            discarding = BoundedCall(backend.discard, f"kvtier-{self.name}-discard")
+            discarding.wait(ABANDON_S)  # it touches no slot
 
     # --- the thread ---
 
@@ -223,7 +224,7 @@ class TierThread(TierHost):
             if not has_ended:
                 self._backend, self._cell, self._place = backend, cell, place
         if has_ended:
-            backend.discard()
+            self._discard(backend)
         return not has_ended
 
     async def _live(self) -> None:

@@ -156,9 +156,11 @@ def _policy_class(name: str) -> type[EvictionPolicy]:
     return found
 
 
-def policy_maker(config: TierConfig, traits: BackendTraits) -> Callable[[], EvictionPolicy] | None:
-    """Return the factory of a tier's own policy; None if it has no capacity to keep to."""
-    if traits.capacity_blocks is None:
+def policy_maker(
+    config: TierConfig, traits: BackendTraits | None
+) -> Callable[[], EvictionPolicy] | None:
+    """Return the factory of a tier's own policy; None if it has no capacity to keep to, as yet."""
+    if traits is None or traits.capacity_blocks is None:
         _policy_class(config.eviction_policy)
         return None
     return partial(make_policy, config.eviction_policy, traits.capacity_blocks)

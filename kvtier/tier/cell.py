@@ -134,9 +134,9 @@ class TierCell:
         self._backend.on_wanted_no_more = self.driver.requests.want_no_more
         self._backend.on_connection = self._tell_connection
         await self._backend.open()
-        await self._backend.register_memory(self._memory.buffer)
-        opened(await self._counting.gauges())
         try:
+            await self._backend.register_memory(self._memory.buffer)
+            opened(await self._counting.gauges())
             await self._serve(lambda: is_abandoned() or (is_ending() and self._has_finished()))
         except* _LifeEnds:
             pass

@@ -57,7 +57,7 @@ def host_of(
     link = KeptMessages()
     apart = {"may_be_request_scoped": options.pop("may_be_request_scoped", True)}
     tier = TierConfig.from_mapping(
-        1, {"type": "theirs", "isolation": "thread", "eviction_policy": "lru", **options}
+        1, {"type": "theirs", "isolation": "thread", "eviction_policy": "lru"} | options
     )
     tier = replace(tier, **apart)
     host = make_host(tier, CONTEXT, SlotMemory.anonymous(8, 8), link, messages_max=4)
@@ -109,6 +109,15 @@ def test_a_mistake_is_refused_whatever_the_tier_says_of_trouble(
     with pytest.raises((ConfigError, TypeError)) as refusal:
         host_of(monkeypatch, call, on_unusable="skip")
     assert not isinstance(refusal.value, StorageUnusable)
+
+
+def test_an_unknown_policy_is_refused_though_the_storage_is_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It once kept the tier from opening for ever, when its storage was back."""
+    settings = {"eviction_policy": "nonesuch", "on_unusable": "skip"}
+    with pytest.raises(ConfigError, match="eviction_policy='nonesuch'"):
+        host_of(monkeypatch, raising(IO_ERROR), **settings)
 
 
 @pytest.mark.parametrize("capacity", [0, -1])

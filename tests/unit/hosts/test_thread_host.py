@@ -264,7 +264,8 @@ def test_a_backend_of_an_engine_that_does_not_start_is_discarded(
     goes_on.set()
 
 
-def test_a_backend_whose_policy_cannot_be_made_is_discarded() -> None:
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_backend_whose_policy_cannot_be_made_is_discarded(*, at_start: bool) -> None:
     discarded = threading.Event()
 
     class Made(DictBackend):
@@ -279,9 +280,14 @@ def test_a_backend_whose_policy_cannot_be_made_is_discarded() -> None:
         make_backend=Made,
         policy_of=Mock(side_effect=ConfigError("no such policy")),
     )
-    with pytest.raises(ConfigError):
-        cell.make()
+    if at_start:
+        with pytest.raises(ConfigError):
+            cell.make()
+    else:
+        cell.start_without("its storage was down")
+        cell.start()
     assert discarded.wait(PATIENCE_S)
+    assert cell.close(PATIENCE_S)
 
 
 def test_close_ends_what_was_begun() -> None:
@@ -335,6 +341,26 @@ def test_a_backend_that_cannot_be_opened_is_cut_off_and_heals_by_itself(
     assert kinds == [wire.TierBroke, wire.TierFenced] * 3 + [wire.TierRestarted]
     assert bench.store((b"a",), (0,)).outcomes == (Outcome.DONE,)
     assert bench.link.opened == 0, "the restart was told"
+
+
+def test_a_backend_that_is_open_is_closed_if_the_memory_cannot_be_registered(
+    benches: list[Bench],
+) -> None:
+    """It once kept its connection and its place, which the next backend found taken."""
+
+    class Refuses(DictBackend):
+        failures = 1
+
+        async def register_memory(self, _slots: memoryview) -> None:
+            self.failures -= 1
+            if self.failures >= 0:
+                raise OSError("registration refused")
+
+    backend = Refuses()
+    benches.append(bench := Bench(backend))
+    kinds = [type(bench.link.next()) for _ in range(3)]
+    assert kinds == [wire.TierBroke, wire.TierFenced, wire.TierRestarted]
+    assert backend.closed.is_set()
 
 
 def test_a_cell_that_broke_is_fenced_once_none_of_its_threads_is_busy(
