@@ -60,7 +60,13 @@ from kvtier_backends.disk.log.block_log import BlockLog
 from kvtier_backends.disk.log.context import LogContext
 from kvtier_backends.disk.log.index import BlockIndex, BulkLoad
 from kvtier_backends.disk.log.reader import stored_together
-from kvtier_backends.disk.log.regions import Budget, Regions, RegionState, regions_ahead
+from kvtier_backends.disk.log.regions import (
+    Budget,
+    Regions,
+    RegionState,
+    credit_bytes_max,
+    regions_ahead,
+)
 from kvtier_backends.disk.log.tables import Identity
 from kvtier_backends.disk.metrics import METRICS
 from kvtier_backends.disk.offline.inspection import refuse_folder
@@ -93,7 +99,6 @@ FOLDER_GONE: Final = (
 )
 SWEEPS_PER_TTL: Final = 20
 CLOSE_TIMEOUT_S_MAX: Final = 1.0
-CREDIT_REGIONS: Final = 2  #: budget is kept for reinserting this many regions
 _RELEASE_POLL_S: Final = 0.1
 
 
@@ -362,7 +367,7 @@ class DiskBackend(Backend):
             index,
             regions,
             geometry,
-            Budget(CREDIT_REGIONS * geometry.region_bytes),
+            Budget(credit_bytes_max(plan.regions, geometry.region_bytes)),
             identity,
             self._counters,
             self._incidents,

@@ -47,6 +47,15 @@ that it takes for a header, which waits there behind all other writes."""
 AHEAD_MAX: Final = 8
 AHEAD_OF: Final = 4  #: in a small folder, at most one region of this many is opened ahead
 
+CREDIT_OF: Final = 4
+"""Credit is kept for reinserting one region of this many: what filling the folder once earns.
+
+A folder of long conversations needs most of it when they begin to be evicted: each region then
+still has most of its blocks. Every block that is dropped then makes those behind it useless.
+"""
+
+CREDIT_REGIONS_MIN: Final = 2
+
 
 class RegionState(IntEnum):
     """The state of a region."""
@@ -101,7 +110,7 @@ class Extent(NamedTuple):
 class Budget:
     """Limits the bytes that may be reinserted, so that write amplification stays bounded.
 
-    Credit is capped at ``credit_bytes_max``: a long quiet time does not pay for a storm.
+    Credit is capped at ``credit_bytes_max``: stores in order, however many, pay for no more.
     """
 
     def __init__(self, credit_bytes_max: int) -> None:
@@ -125,6 +134,11 @@ class Budget:
 def regions_ahead(count: int, region_bytes: int) -> int:
     """Return how many regions of a folder with ``count`` of them get their headers ahead."""
     return max(1, min(AHEAD_MAX, count // AHEAD_OF, AHEAD_BYTES // region_bytes))
+
+
+def credit_bytes_max(count: int, region_bytes: int) -> int:
+    """Return the credit that a folder with ``count`` regions may save up; see ``Budget``."""
+    return max(CREDIT_REGIONS_MIN, count // CREDIT_OF) * region_bytes
 
 
 class Regions:

@@ -222,6 +222,33 @@ async def test_the_folder_never_holds_more_than_its_capacity(
     assert 0 < again <= (WRITE_AMPLIFICATION_MAX - 1) * written
 
 
+async def test_what_stores_in_order_have_earned_pays_for_evictions_out_of_order_later(
+    tmp_path: Path,
+) -> None:
+    """So it is with conversations: stored in turns, they leave most of a region at first."""
+    async with open_disk(tmp_path / "kv", capacity_bytes=4 * CAPACITY_BYTES) as disk:
+        slots = disk.log.regions.slots
+        number = 0
+        for _ in range(2 * disk.log.regions.count):  # oldest first: whole regions become free
+            numbers = range(number, number + slots)
+            await disk.remove(*(each - disk.capacity for each in numbers))
+            assert await disk.store(*numbers) == [Outcome.DONE] * slots
+            number += slots
+        await disk.come_to_rest()
+        assert not disk.count("bytes_reinserted")
+        oldest = disk.log.regions.oldest_first()[: disk.log.regions.count * 3 // 4]
+        there = [key for region in oldest for key in disk.log.index.keys_of(region)]
+        await disk.backend.remove(there[::3])
+        for _ in range(len(there) // 3 // slots):
+            assert await disk.store(*range(number, number + slots)) == [Outcome.DONE] * slots
+            number += slots
+        await disk.come_to_rest()
+        assert not disk.lost
+        assert disk.count("bytes_reinserted") > 6 * slots * BLOCK_BYTES
+        written = disk.count("bytes_reinserted") + disk.count("bytes_of_tables")
+        assert written < (WRITE_AMPLIFICATION_MAX - 1) * disk.count("bytes_stored")
+
+
 async def test_after_a_restart_no_more_than_the_capacity_is_there_in_the_order_of_storing(
     tmp_path: Path,
 ) -> None:
