@@ -111,7 +111,7 @@ def prepare_namespace(place: OpenRoot, layout: Layout, refusal: FolderRefusal) -
     except NotADirectoryError as problem:
         raise refusal.error(f"holds {problem.filename}, which is not a folder. Move it.") from None
     except OSError as problem:
-        fault = unusable(problem, "cannot be written", str(problem.filename))
+        fault = unusable(problem, "cannot be written", str(problem.filename or ""))
         raise refusal.error(fault) from problem
     compare_config(place, layout, refusal)
 
