@@ -32,6 +32,7 @@ from kvtier.settings.runtime_config import TierConfig
 from stress.control_group import memory_group
 from tests.support.mailboxes import KeptMessages
 from tests.support.needs import needs
+from tests.support.no_threads import no_threads
 from tests.support.other_processes import is_running, state_of
 from tests.support.patience import PATIENCE_S, looks, until
 
@@ -424,16 +425,11 @@ def test_a_tier_that_was_not_started_ends_though_no_thread_can_be_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Closing once raised that, and then waited for no other tier: they used the slots still."""
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     memory, link = SlotMemory.anonymous(SLOTS, BLOCK), KeptMessages()
     for tier in (memory_tier(), memory_tier(isolation="thread")):
         config = TierConfig.from_mapping(1, tier)
         host = make_host(config, CONTEXT, memory, link, messages_max=4)
-        with monkeypatch.context() as refused:
-            refused.setattr(threading.Thread, "start", refuse)
+        with no_threads(monkeypatch):
             with pytest.raises(RuntimeError):
                 host.start()
             assert host.close(PATIENCE_S)

@@ -7,13 +7,13 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 
 import pytest
 
 from kvtier.hosts import spawning
 from kvtier.hosts.spawning import spawn
+from tests.support.no_threads import no_threads
 from tests.support.patience import PATIENCE_S
 
 PARENT = """
@@ -85,11 +85,7 @@ def test_without_a_thread_it_fails_and_is_tried_again(monkeypatch: pytest.Monkey
     """A later call once waited for ever: for a thread that had not been started."""
     monkeypatch.setattr(spawning, "_orders", None)
 
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as refused:
-        refused.setattr(threading.Thread, "start", refuse)
+    with no_threads(monkeypatch):
         for _ in range(2):
             with pytest.raises(OSError, match="no thread can be started"):
                 spawn(["/bin/true"], ())

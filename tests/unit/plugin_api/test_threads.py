@@ -14,6 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvtier.plugin_api.threads import BoundedCall, DaemonThreads, daemon_thread
+from tests.support.no_threads import no_threads
 from tests.support.patience import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
@@ -126,11 +127,7 @@ async def test_a_thread_that_cannot_be_started_is_tried_again(
 ) -> None:
     threads = DaemonThreads(2, "test")
 
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+    with no_threads(monkeypatch):
         for _ in range(3):
             with pytest.raises(OSError, match="no thread can be started"):
                 await threads.run(lambda: 7)
@@ -138,8 +135,7 @@ async def test_a_thread_that_cannot_be_started_is_tried_again(
             BoundedCall(lambda: 7, "test")
         assert threads.busy() == 0
     assert await threads.run(lambda: 7) == 7
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+    with no_threads(monkeypatch):
         assert await threads.run(lambda: 8) == 8, "the one that runs does it"
     assert await threads.run(lambda: 9) == 9
     assert len(threads._threads) == 2

@@ -11,6 +11,7 @@ from kvtier_backends.fs.bound.protocol import SPACE
 from kvtier_backends.fs.bound.small_files import DaemonExecutor
 from kvtier_backends.fs.offline.evicting import announce
 from kvtier_backends.fs.offline.inspection import FsFolder
+from tests.support.no_threads import no_threads
 from tests.support.patience import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -33,17 +34,12 @@ def test_a_thread_that_cannot_be_started_is_tried_again(
     """After as many failures as it has threads, it once started none any more."""
     ran: list[int] = []
 
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as refused:
-        refused.setattr(threading.Thread, "start", refuse)
+    with no_threads(monkeypatch):
         for number in range(THREADS + 1):
             with pytest.raises(OSError, match="no thread can be started"):
                 executor.submit(ran.append, number)
     executor.submit(ran.append, 7).result(PATIENCE_S)
-    with monkeypatch.context() as refused:
-        refused.setattr(threading.Thread, "start", refuse)
+    with no_threads(monkeypatch):
         executor.submit(ran.append, 8).result(PATIENCE_S)  # the one that runs does it
     assert ran == [7, 8], "a call that was refused is not made later"
 
@@ -52,13 +48,8 @@ def test_a_removal_that_no_thread_can_announce_is_left_unannounced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It once ended ``kvtier evict`` midway: the blocks after it were never removed."""
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     (tmp_path / SPACE).mkdir()
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with FsFolder(str(tmp_path)) as folder:
+    with no_threads(monkeypatch), FsFolder(str(tmp_path)) as folder:
         announce(folder, ["x"])
 
 
