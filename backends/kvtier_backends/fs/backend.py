@@ -30,7 +30,7 @@ from kvtier.plugin_api.backend import (
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.metrics import CAPACITY_BYTES, USED_BYTES, Counter, Gauge
 from kvtier.plugin_api.options import Options
-from kvtier.plugin_api.threads import DaemonThreads, daemon_thread
+from kvtier.plugin_api.threads import DaemonThreads, daemon_thread, start_thread
 from kvtier_backends.fs.bound.folder_bound import FolderBound
 from kvtier_backends.fs.bound.removals import Announced
 from kvtier_backends.fs.bound.writer import NoGrant
@@ -376,8 +376,8 @@ class FsBackend(Backend):
             # It walks folders, which takes long: in a thread of its own it delays nothing.
             name = f"{self._tier_name}-look"
             try:
-                daemon_thread(look_around, name, self._report_raised).start()
-            except RuntimeError as no_thread:  # the next engine does it
+                start_thread(daemon_thread(look_around, name, self._report_raised))
+            except OSError as no_thread:  # the next engine does it
                 self._report_raised(no_thread)
 
     def _report_raised(self, error: BaseException) -> None:

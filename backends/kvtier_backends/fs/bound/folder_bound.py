@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvtier.plugin_api.deadlines import time_left_s
 from kvtier.plugin_api.log import log
-from kvtier.plugin_api.threads import daemon_thread
+from kvtier.plugin_api.threads import daemon_thread, start_thread
 from kvtier_backends.fs.bound.cleaner import Cleaner
 from kvtier_backends.fs.bound.eviction import Evicted, Pace, evict, scan, walk_files
 from kvtier_backends.fs.bound.protocol import SPACE, Timing, ensure_folder, locate
@@ -108,9 +108,9 @@ class ThreadHands:
         self._found = None
         work = partial(self._run_scan, self._scan, self._root(), epoch, duty)
         try:
-            daemon_thread(work, f"{self._name}-scan").start()
-        except RuntimeError:
-            self._found = OSError(errno.EAGAIN, "no thread can be started")
+            start_thread(daemon_thread(work, f"{self._name}-scan"))
+        except OSError as no_thread:
+            self._found = no_thread
 
     def scanned(self) -> Scanned | OSError | None:
         """Return the result of the scan, once."""
