@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from itertools import islice
+from typing import Any, Final, TypeAlias, TypeVar
 
 Key: TypeAlias = bytes
 """Key of a block: vLLM's hash of the prefix, perhaps a generation's mark, and ``GROUP_BYTES``."""
@@ -21,6 +22,19 @@ RequestId: TypeAlias = str
 
 TierSet: TypeAlias = int
 """One bit per tier, in the order of ``secondary_tiers``; the lowest is the first tier's."""
+
+K = TypeVar("K")
+
+
+def forget_oldest(keys: dict[K, Any], keys_max: int) -> None:
+    """Delete the oldest keys of a dict that has more than ``keys_max``, a share of them at once.
+
+    To find a dict's first key takes as long as many were deleted before it: one by one, a key of a
+    million takes a millisecond.
+    """
+    if (excess := len(keys) - keys_max) > 0:
+        for key in list(islice(keys, excess + (keys_max >> 6))):
+            del keys[key]
 
 
 def is_unnamed(key: Key) -> bool:

@@ -25,10 +25,10 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.core import messages as m
+from kvtier.plugin_api.keys import forget_oldest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -294,9 +294,7 @@ class MissingPrefixes:
         for key in keys:
             self._end_wait(key)
             self._lost[key] = None
-        if (excess := len(self._lost) - self._keys_max) > 0:  # as in ``TierDirectory.learn``
-            for key in list(islice(self._lost, excess + (self._keys_max >> 6))):
-                del self._lost[key]
+        forget_oldest(self._lost, self._keys_max)
 
     def fill(self, key: Key, before: Key | None) -> None:
         """Note that a block, which follows ``before``, is sent to the tier."""

@@ -17,14 +17,13 @@ that request again. So each request waits at most once for each tier, and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct
 
 from kvtier.core import messages as m
 from kvtier.engine.decide.load_decision import ASKING, NOWHERE
-from kvtier.plugin_api.keys import GROUP_BYTES
+from kvtier.plugin_api.keys import GROUP_BYTES, forget_oldest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -364,11 +363,7 @@ class TierDirectory:
             known[key] = known.get(key, 0) | bit
         for key in removed:
             self._unlearn(key, bit)
-        # Forgetting is harmless: the tier is then probed. The oldest go first, a share of them at
-        # once: to find a dict's first key takes as long as many were deleted before it.
-        if (excess := len(known) - self._directory_keys_max) > 0:
-            for key in list(islice(known, excess + (self._directory_keys_max >> 6))):
-                del known[key]
+        forget_oldest(known, self._directory_keys_max)  # harmless: the tier is then probed
 
     def forget_all(self) -> None:
         """Forget the known keys of all tiers, and the verdicts of running requests."""

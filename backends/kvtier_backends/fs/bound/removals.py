@@ -12,6 +12,7 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
+from kvtier.plugin_api.keys import forget_oldest
 from kvtier_backends.fs.bound.protocol import REMOVED, ensure_folder
 
 if TYPE_CHECKING:
@@ -39,8 +40,7 @@ class Announced:
             name = self._layout.name(key)
             is_told = self._layout.key_of_untrusted(name) == key
             self._keys[name] = None if is_told else key
-        while len(self._keys) > ANNOUNCED_MAX:
-            del self._keys[next(iter(self._keys))]
+        forget_oldest(self._keys, ANNOUNCED_MAX)
 
     @contextmanager
     def asked(self, keys: Iterable[bytes]) -> Iterator[None]:
