@@ -35,7 +35,7 @@ from tests.support.patience import PATIENCE_S
 from tests.unit.hosts._link_end import BLOCK, LinkEnd
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvtier.core.wire import Message
 
@@ -237,6 +237,14 @@ def test_close_does_not_wait_for_a_hung_tier_and_says_that_memory_is_in_use() ->
     assert bench.cell.close(GIVEN_UP_S) is False
 
 
+def unstarted(make_backend: Callable[[], Backend], **given: Any) -> TierThread:
+    """Return a host whose backend is not made yet."""
+    memory, config = SlotMemory.anonymous(8, BLOCK), TierConfig("test", "1:test")
+    return TierThread(
+        config, memory, LinkEnd(), messages_max=16, make_backend=make_backend, **given
+    )
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_backend_of_an_engine_that_does_not_start_is_discarded(
     monkeypatch: pytest.MonkeyPatch, *, hangs: bool
@@ -251,13 +259,7 @@ def test_a_backend_of_an_engine_that_does_not_start_is_discarded(
             if hangs:
                 goes_on.wait()
 
-    cell = TierThread(
-        TierConfig("test", "1:test"),
-        SlotMemory.anonymous(8, BLOCK),
-        LinkEnd(),
-        messages_max=16,
-        make_backend=Taken,
-    )
+    cell = unstarted(Taken)
     cell.make()
     assert cell.close(0.0) is True
     assert discarded.wait(PATIENCE_S)
@@ -272,14 +274,7 @@ def test_a_backend_whose_policy_cannot_be_made_is_discarded(*, at_start: bool) -
         def discard(self) -> None:
             discarded.set()
 
-    cell = TierThread(
-        TierConfig("test", "1:test"),
-        SlotMemory.anonymous(8, BLOCK),
-        LinkEnd(),
-        messages_max=16,
-        make_backend=Made,
-        policy_of=Mock(side_effect=ConfigError("no such policy")),
-    )
+    cell = unstarted(Made, policy_of=Mock(side_effect=ConfigError("no such policy")))
     if at_start:
         with pytest.raises(ConfigError):
             cell.make()
